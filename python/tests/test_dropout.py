@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
-import fa_attn
-from fa_attn._core import dropout_bits
-from fa_attn._dropout import numbers_of
+torch = pytest.importorskip("torch")
+
+import fa_attn  # noqa: E402
+from fa_attn._core import dropout_bits  # noqa: E402
+from fa_attn._dropout import numbers_of  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_cases import needs_gpu  # noqa: E402
 
 SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 2**40 + 5
 
@@ -204,3 +206,76 @@ def test_what_makes_no_sense_is_refused_by_name():
             fa_attn.flash_attn_func(q, k, v, **options)
     with pytest.raises(fa_attn.UnsupportedError, match="flash_attn_with_kvcache has no dropout"):
         fa_attn.flash_attn_with_kvcache(q, k, v, rng_state=(1, 2))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "head_dim, heads, causal", [(64, (4, 4), True), (128, (6, 2), False), (96, (4, 1), True)]
+)
+def test_a_gpu_drops_the_same(dtype, head_dim, heads, causal):
+    sizes = [(2, 200, heads[0], head_dim), (2, 333, heads[1], head_dim), (2, 333, heads[1], head_dim)]
+    given = [draw(*size, seed=seed).detach().to(dtype) for seed, size in enumerate(sizes)]
+    wide = [x.float().requires_grad_() for x in given]
+    seen = torch.ones(200, 333).tril(133).bool() if causal else None
+    expected = dense(*wide, kept_bits(2, heads[0], 200, 333, 0.2), 0.2, seen)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected_grads = torch.autograd.grad(expected, wide, dout.float())
+    for deterministic in (False, True, True):
+        own = [x.cuda().requires_grad_() for x in given]
+        out = fa_attn.flash_attn_func(
+            *own, 0.2, causal=causal, deterministic=deterministic, rng_state=(SEED, OFFSET)
+        )
+        grads = torch.autograd.grad(out, own, dout.cuda())
+        tolerance = dict(atol=0.02, rtol=0.02) if dtype is torch.bfloat16 else dict(atol=4e-3, rtol=4e-3)
+        torch.testing.assert_close(out.float().cpu(), expected, **tolerance)
+        for one, other in zip(grads, expected_grads):
+            bound = 4 * tolerance["atol"] * max(1.0, other.abs().max().item())
+            assert (one.float().cpu() - other).abs().max() < bound
+        if deterministic:
+            again = torch.autograd.grad(
+                fa_attn.flash_attn_func(
+                    *own, 0.2, causal=causal, deterministic=True, rng_state=(SEED, OFFSET)
+                ),
+                own,
+                dout.cuda(),
+            )
+            assert all(torch.equal(one, other) for one, other in zip(grads, again))
+
+
+@needs_gpu
+def test_a_gpus_bits_are_those_of_the_cpu():
+    state = torch.tensor([SEED, OFFSET, 229], device="cuda")
+    for sizes in [(2, 3, 37, 70), (1, 16, 1024, 1024)]:
+        bits = torch.empty((*sizes[:3], -(-sizes[3] // 32)), dtype=torch.int32, device="cuda")
+        dropout_bits(bits, state, None, torch.cuda.current_stream().cuda_stream)
+        by_value = torch.empty_like(bits)
+        dropout_bits(by_value, None, (SEED, OFFSET, 229), torch.cuda.current_stream().cuda_stream)
+        expected = np.zeros(bits.shape, np.int32)
+        dropout_bits(expected, None, (SEED, OFFSET, 229))
+        assert torch.equal(bits, by_value) and np.array_equal(bits.cpu().numpy(), expected)
+
+
+@needs_gpu
+def test_a_gpus_generator_decides_and_graphs_draw_anew():
+    q, k, v = (torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def call():
+        return fa_attn.flash_attn_func(q, k, v, 0.5)
+
+    torch.manual_seed(5)
+    first, second = call(), call()
+    torch.manual_seed(5)
+    before = torch.cuda.default_generators[0].get_offset()
+    assert torch.equal(call(), first) and not torch.equal(first, second)
+    assert torch.cuda.default_generators[0].get_offset() == before + 32 * 4
+    # The seed is torch's, as FlashAttention-2 takes it.
+    assert torch.equal(fa_attn.flash_attn_func(q, k, v, 0.5, rng_state=(5, before)), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    made = []
+    for _ in range(2):
+        graph.replay()
+        made.append(out.clone())
+    assert not torch.equal(*made) and all(x.isfinite().all() for x in made)

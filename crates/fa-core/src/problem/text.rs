@@ -176,8 +176,16 @@ mod tests {
             Types::fp8(Dtype::Bf16),
         ];
         let latent = other.with_head_dims(576, 512).with_latent(true);
+        let dropout = Dropout::new(0.1, u64::MAX, 1 << 60).unwrap();
+        let dropped = other.with_score(dropout.of(other.score).unwrap());
+        assert!(
+            json(&dropped)
+                .contains(r#""dropout":{"p":0.1,"seed":18446744073709551615,"offset":1152921504606846976}"#)
+        );
         assert!(json(&latent).contains(r#""head_dim_v":512,"latent":true,"mask""#));
-        for problem in [base, other, latent].into_iter().chain(named.map(|types| base.with_types(types))) {
+        for problem in
+            [base, other, latent, dropped].into_iter().chain(named.map(|types| base.with_types(types)))
+        {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }

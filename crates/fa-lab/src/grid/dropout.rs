@@ -81,5 +81,6 @@ pub(super) fn dropout_gradients(repeat: usize) -> Vec<Case> {
 pub(super) fn varied_dropout() -> Vec<Case> {
     let (q, k) = (vec![70, 0, 200, 1], vec![90, 40, 200, 333]);
     let packed = || Sequences { q: Ragged::packed(&q, 2), k: Ragged::packed(&k, 0) };
-    (0..3).map(|turn| case_of("dropout", "packed", of(turn), packed())).collect()
+    let names = ["packed", "packed, a half", "packed, a fifth"].into_iter().enumerate();
+    names.map(|(turn, what)| case_of("dropout", what, of(turn), packed())).collect()
 }
