@@ -33,10 +33,7 @@ pub(crate) fn dropout_bits<'py>(
     match (to.place, kept, state) {
         (Place::Cpu, Some(kept), None) => {
             let to = slice_mut::<u32>("bits", &to)?;
-            py.detach(|| {
-                to.fill(0);
-                kept.fill(queries, words, to);
-            });
+            py.detach(|| kept.fill(queries, words, to));
             Ok(())
         }
         (Place::Cuda(ordinal), kept, state) if kept.is_some() != state.is_some() => {

@@ -185,23 +185,30 @@ impl Kept {
         bytes
     }
 
-    /// The bits of heads with `queries` rows of `words` words each, which are 0 before.
+    /// The bits of heads with `queries` rows of `words` words each.
     pub fn fill(&self, queries: usize, words: usize, to: &mut [u32]) {
         for (head, to) in to.chunks_mut((queries * words).max(1)).enumerate() {
             for (block, to) in to.chunks_mut((ROWS * words).max(1)).enumerate() {
                 for keys in 0..words {
-                    for lane in 0..32 {
-                        for (byte, value) in self.bytes(head, lane, block, keys).into_iter().enumerate() {
-                            let row = lane / 4 + 8 * (byte / 2 % 2);
-                            let bit = 8 * (byte / 4) + 2 * (lane % 4) + byte % 2;
-                            if let Some(word) = to.get_mut(row * words + keys) {
-                                *word |= u32::from(value <= self.threshold) << bit;
-                            }
-                        }
-                    }
+                    let rows = self.block(head, block, keys);
+                    to[keys..].iter_mut().step_by(words).zip(rows).for_each(|(to, row)| *to = row);
                 }
             }
         }
+    }
+
+    /// The words of 16 queries and 32 keys.
+    fn block(&self, head: usize, block: usize, keys: usize) -> [u32; ROWS] {
+        let mut rows = [0; ROWS];
+        for lane in 0..32 {
+            let bytes = self.bytes(head, lane, block, keys);
+            for (first, row) in [(0, 0), (2, 8)] {
+                let keeps = |byte: usize| u32::from(bytes[byte + first] <= self.threshold);
+                let pair = |i: usize| (keeps(4 * i) | keeps(4 * i + 1) << 1) << (8 * i);
+                rows[lane / 4 + row] |= (pair(0) | pair(1) | pair(2) | pair(3)) << (2 * (lane % 4));
+            }
+        }
+        rows
     }
 }
 

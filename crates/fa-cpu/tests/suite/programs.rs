@@ -40,7 +40,10 @@ fn programs() -> Vec<(String, Mask)> {
         (own("array w: f32[_] grad; score = s * w[h] - 0.0625 * f32(abs(q + off - k));"), Mask::CAUSAL),
         (own("array t: f32[_, _] grad; mask = k % 3 != 1; score = s + t[hk, k];"), Mask::FULL),
         (own("array t: f32[_, _] grad; score = s + t[h, min(max(q + off - k, 0), 7)];"), Mask::FULL),
-        (own("array z: f32[_, _]; array t: f32[_] grad; score = s * t[h]; weight = z[h, k];"), Mask::FULL),
+        (
+            own("array t: f32[_, _] grad; score = s + t[h, k]; weight = select((q + k) % 3 == h, 0.0, 1.5);"),
+            Mask::FULL,
+        ),
     ]
 }
 
