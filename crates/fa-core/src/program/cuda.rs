@@ -135,12 +135,14 @@ impl Printer<'_> {
         let flags = [
             ("kMask", program.mask().is_some()),
             ("kScore", program.score().is_some()),
-            ("kWeight", program.weight().is_some()),
             ("kAdditive", matches!(class, Some(ScoreClass::Additive { .. }))),
             ("kAffine", matches!(class, Some(ScoreClass::Additive { .. } | ScoreClass::Affine { .. }))),
         ];
         for (name, value) in flags {
             let _ = writeln!(self.text, "    static constexpr bool {name} = {value};");
+        }
+        if program.weight().is_some() {
+            self.text.push_str("    struct Weights {};\n");
         }
         let _ = writeln!(self.text, "    static constexpr int kGradients = {};\n", program.gradients().len());
         self.text.push_str("    const ProgramParams& params;\n    int b, h, hk, sq, sk, off;\n");

@@ -201,7 +201,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                                 const float exponent = mods.score(product, row, column) * kLog2e;
                                 const float p = sees ? probability(exponent, lse[r]) : 0.f;
                                 float of_p = dp[f][i];
-                                if constexpr (Mods::kWeight) of_p *= mods.weight(row, column);
+                                if constexpr (weighs()) of_p *= mods.weight(row, column);
                                 const float ds =
                                     p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
                                 sums[f][i] += p == 0.f ? 0.f : ds;

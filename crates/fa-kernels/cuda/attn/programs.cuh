@@ -12,7 +12,7 @@ namespace fa {
 #ifndef FA_PROGRAMS
 // No program. Nothing of it is called.
 struct Mods {
-    static constexpr bool kMask = false, kScore = false, kWeight = false, kAdditive = false;
+    static constexpr bool kMask = false, kScore = false, kAdditive = false;
     struct Row {};
     struct Column {};
     __device__ __forceinline__ Mods(const ProgramParams&, int, int, int, int, int, int) {}
@@ -28,6 +28,15 @@ struct Mods {
 // Of masks, of changes of scores, and of those whose derivative by the score is not 1.
 constexpr bool kMaskProgram = Mods::kMask, kScoreProgram = Mods::kScore;
 constexpr bool kScoreSlope = Mods::kScore && !Mods::kAdditive;
+
+// Whether it has weights. Not a constant, which kernels without a program would hold.
+template <class M = Mods>
+constexpr bool weighs() {
+    if constexpr (requires { typename M::Weights; }) {
+        return true;
+    }
+    return false;
+}
 
 // A launch's parameters, with those of its program behind them.
 template <class Params>

@@ -83,12 +83,12 @@ struct DsWarps : BwdGroup<C> {
                 for (int f = 0; f < CutS::kFragments; ++f) {
 #pragma unroll
                     for (int i = 0; i < CutS::kRegisters; ++i)
-                        dp[f][i] = Mods::kWeight ? 0.f : -dpsum[f][i >> 1 & 1];
+                        dp[f][i] = weighs() ? 0.f : -dpsum[f][i >> 1 & 1];
                 }
                 Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v,
                                         Base::kAheadA, 2>(dp, this->do_buffer(step()), this->buffer(smem.v),
                                                           step().m_block);
-                if constexpr (Mods::kWeight) subtract_weighed(dp, step());
+                if constexpr (weighs()) subtract_weighed(dp, step());
                 if constexpr (L::kDqFirst > 0) named_barrier_sync(kBarrierDsRead, L::kThreads);
                 differentiate(dp, step());
             }

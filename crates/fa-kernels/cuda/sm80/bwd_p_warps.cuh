@@ -33,14 +33,14 @@ struct PWarps : BwdGroup<C> {
     __device__ __forceinline__ static float kept(float p, float share, float weight) {
         if constexpr (!kSlopedP<C>) return p;
         const float sloped = C.softcap ? p * ScoreMod<C.softcap>::slope(share) : p;
-        return float_of_bits(pack<C.dtype>(Mods::kWeight ? p * weight : p, sloped));
+        return float_of_bits(pack<C.dtype>(weighs() ? p * weight : p, sloped));
     }
     // The weights of fragment `f` of a step.
     __device__ __forceinline__ void read_weights(float (&weights)[CutS::kRegisters], BwdStep step,
                                                  int f) const {
 #pragma unroll
         for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
-        if constexpr (Mods::kWeight) weigh(weights, params, this->score_place(step, f));
+        if constexpr (weighs()) weigh(weights, params, this->score_place(step, f));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (kSlopedP<C>) {
@@ -118,13 +118,13 @@ struct PWarps : BwdGroup<C> {
             float weights[CutS::kRegisters];
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
-            if constexpr (Mods::kWeight) weigh(weights, params, place);
+            if constexpr (weighs()) weigh(weights, params, place);
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) {
                 const float p = probability(s[i], lse[i >> 1 & 1]);
                 if constexpr (kSlopedP<C>) {
                     const float own = kScoreSlope ? sloped(p, slopes[i]) : p;
-                    s[i] = float_of_bits(pack<C.dtype>(Mods::kWeight ? p * weights[i] : p, own));
+                    s[i] = float_of_bits(pack<C.dtype>(weighs() ? p * weights[i] : p, own));
                 } else {
                     s[i] = p;
                 }

@@ -229,7 +229,7 @@ struct POperand {
     const Weigh& weigh;
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
-        if constexpr (Mods::kWeight) {
+        if constexpr (weighs()) {
             float p[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) p[i] = s[block][8 * step + i];

@@ -259,7 +259,7 @@ struct BwdConsumer {
     __device__ __forceinline__ void differentiate(int head, int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
-            if constexpr (Mods::kWeight) weigh(dp[b], params, place_of(b, head, m_block));
+            if constexpr (weighs()) weigh(dp[b], params, place_of(b, head, m_block));
             // P includes ALiBi's bias, which must be known to recover the capped score from it.
             float bias[S::kRegisters] = {};
             if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
@@ -286,7 +286,7 @@ struct BwdConsumer {
 
     // Packs P, with the program's weights, for dV.
     __device__ __forceinline__ void pack_p(int head, int m_block) {
-        if constexpr (Mods::kWeight) {
+        if constexpr (weighs()) {
             float weighed[S::kBlocks][S::kRegisters];
 #pragma unroll
             for (int b = 0; b < S::kBlocks; ++b) {

@@ -270,7 +270,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         // Weights the probabilities of the tile of keys at place `i`, from register `begin` on.
         auto weigh_tile = [&](auto& p, int i, int begin) {
-            if constexpr (Mods::kWeight) {
+            if constexpr (weighs()) {
                 const int first_key = blocks.at(i) * C.tile_n + own_column + 2 * begin;
                 weigh(p, params,
                       row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row, first_key));

@@ -83,8 +83,8 @@ const OF_PROBLEM: [&str; 23] = [
 const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
 
 /// `names` and one more.
-const fn with(names: [&'static str; 30], more: &'static str) -> [&'static str; 31] {
-    let mut all = [more; 31];
+const fn with(names: [&'static str; 33], more: &'static str) -> [&'static str; 34] {
+    let mut all = [more; 34];
     let mut at = 0;
     while at < names.len() {
         all[at] = names[at];
