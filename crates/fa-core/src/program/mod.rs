@@ -28,6 +28,7 @@ mod cuda;
 mod cuda_names;
 mod cuda_tiles;
 mod derive;
+mod dropped;
 mod error;
 mod eval;
 mod forms;
