@@ -17,6 +17,9 @@ use crate::Dropout;
 /// The name under which units include a program's header.
 pub const HEADER: &str = "mods.cuh";
 
+/// What the header of a program with weights has, by which device code knows them.
+pub const WEIGHTS: &str = "struct Weights {};";
+
 /// The part of an address that is made at a lower rate than its load: `o7_row`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Part {
@@ -143,7 +146,7 @@ impl Printer<'_> {
             let _ = writeln!(self.text, "    static constexpr bool {name} = {value};");
         }
         if program.weight().is_some() {
-            self.text.push_str("    struct Weights {};\n");
+            let _ = writeln!(self.text, "    {WEIGHTS}");
         }
         if self.kept_bits().is_some() {
             self.text.push_str("    struct WeightsByBits {};\n");

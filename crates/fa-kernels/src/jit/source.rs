@@ -160,10 +160,17 @@ pub struct Source {
 /// registers hold, and a few words in the L1 cost less than a smaller tile or none.
 const SPILLS_OF_PROGRAMS: u32 = 64;
 
+/// The same where probabilities have weights, which are read while P is held.
+const SPILLS_OF_WEIGHTS: u32 = 128;
+
 impl Source {
     /// Bytes that the kernel may store, and load, by spills.
     pub(crate) fn spills_allowed(&self) -> u32 {
-        if self.headers.iter().any(|(name, _)| name == program::HEADER) { SPILLS_OF_PROGRAMS } else { 0 }
+        match self.headers.iter().find(|(name, _)| name == program::HEADER) {
+            Some((_, text)) if text.contains(program::WEIGHTS) => SPILLS_OF_WEIGHTS,
+            Some(_) => SPILLS_OF_PROGRAMS,
+            None => 0,
+        }
     }
 
     /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage
