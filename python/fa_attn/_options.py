@@ -98,6 +98,7 @@ class CommonOptions(TypedDict, total=False):
     bias: Annotated[Optional[Array], Modification()]
     mask: Annotated[Optional[Array], Modification()]
     attention_chunk: Annotated[Optional[int], Modification()]
+    rng_state: Annotated[Any, State()]
     qv: Annotated[Optional[Array], OnValues()]
     q_v: Annotated[Optional[Array], OnValues()]
     q_descale: Annotated[Optional[Array], Tensor("q_descale")]
@@ -133,7 +134,6 @@ class Options(CommonOptions, total=False):
     """Those of the functions but `flash_attn_with_kvcache`, to which these are more than options."""
 
     num_splits: Annotated[Optional[int], Division()]
-    rng_state: Annotated[Any, State()]
     scheduler_metadata: Annotated[
         Any, Only((None,), "it is for flash_attn_with_kvcache, other calls plan their own work")
     ]
