@@ -33,15 +33,20 @@ fn the_bits_are_those_of_the_cpu() {
     }
 }
 
-/// Dropout alone, beside a mask and a bias with a gradient, and beside a change that has a slope.
+/// Dropout alone, whose bits are read by eights, beside a mask and a bias with a gradient, and beside a change
+/// that has a slope.
 const WEIGHTS: [(&str, &str); 3] = [
-    ("full", "weight = select(kept[b, h, q, k], 1.25, 0.0);"),
+    ("full", "array fa_kept: bits[_, _, _, _]; weight = select(fa_kept[b, h, q, k], 1.25, 0.0);"),
     (
         "causal",
-        "array bias: bf16[_, _, _, _] grad; mask = (q + k) % 5 != 0; score = s + bias[b, h, q, k]; weight = \
-         select(kept[b, h, q, k], 2.0, 0.0);",
+        "array kept: bits[_, _, _, _]; array bias: bf16[_, _, _, _] grad; mask = (q + k) % 5 != 0; \
+         score = s + bias[b, h, q, k]; weight = select(kept[b, h, q, k], 2.0, 0.0);",
     ),
-    ("window", "scalar cap: f32; score = cap * tanh(s / cap); weight = select(kept[b, h, q, k], 1.5, 0.0);"),
+    (
+        "window",
+        "array fa_kept: bits[_, _, _, _]; scalar cap: f32; score = cap * tanh(s / cap); \
+         weight = select(fa_kept[b, h, q, k], 1.5, 0.0);",
+    ),
 ];
 
 fn spec(kernel: usize, (mask, weight): (&str, &str), softcap: bool) -> KernelSpec {
@@ -51,7 +56,7 @@ fn spec(kernel: usize, (mask, weight): (&str, &str), softcap: bool) -> KernelSpe
          kernel: {kernel})"
     );
     let mut spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
-    let program = Program::parse(&format!("array kept: bits[_, _, _, _]; {weight}")).unwrap();
+    let program = Program::parse(weight).unwrap();
     spec.score.program = Some(program.intern().unwrap());
     spec
 }
