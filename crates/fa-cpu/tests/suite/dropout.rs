@@ -10,6 +10,9 @@ use crate::inputs::{Inputs, Views, assert_close};
 use crate::programs::check;
 use crate::varied::{Lie, problem};
 
+/// A tensor of the inputs.
+type Of = fn(&mut Inputs<f64>) -> &mut Vec<f64>;
+
 fn dropped(problem: Problem, p: f64, seed: u64) -> Problem {
     let dropout = Dropout::new(p, seed, 11).unwrap();
     problem.with_score(dropout.of(problem.score).unwrap())
@@ -75,7 +78,7 @@ fn the_oracle_is_attention_with_the_bits_of_each_place() {
         assert_close("lse", &forward.lse, &reference::forward(&plain, &q, &k, &v).unwrap().lse, 1e-12);
 
         let found = reference::backward_extras(&problem, arguments, &q, &k, &v, &dout).unwrap();
-        let tensors: [(&str, &[f64], fn(&mut Inputs<f64>) -> &mut Vec<f64>); 3] = [
+        let tensors: [(&str, &[f64], Of); 3] = [
             ("dq", &found.dq, |inputs| &mut inputs.q),
             ("dk", &found.dk, |inputs| &mut inputs.k),
             ("dv", &found.dv, |inputs| &mut inputs.v),
