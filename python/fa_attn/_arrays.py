@@ -16,7 +16,8 @@ from ._checks import (
     int32,
 )
 from ._codes import is_per_row
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._core import InputError, InputTypeError, UnsupportedError, dropout_bits
+from ._dropout import halves
 from ._latents import Latents, with_scales
 from ._nvrtc import find_nvrtc
 from ._options import Extras
@@ -91,6 +92,15 @@ class _Numpy:
         if min(array.strides, default=0) < 0:
             array = array.copy()
         return array.astype(kind, copy=False)
+
+    def kept(self, extents, threshold, rng_state):
+        """The bits that dropout keeps."""
+        if rng_state is None:
+            raise InputError("dropout_p without rng_state: give (seed, offset), numpy has no state to take")
+        batch, heads, rows, keys = extents
+        bits = self.np.empty((batch, heads, rows, -(-keys // 32)), self.np.int32)
+        dropout_bits(bits, None, (*halves(rng_state), threshold), None)
+        return bits
 
     def packed_bits(self, mask):
         mask = self.host(mask)
@@ -287,6 +297,12 @@ class Arrays(Latents):
 
     def floats32(self, array):
         return array.astype("float32")
+
+    def kept(self, q, extents, threshold, rng_state):
+        """The bits that dropout keeps, of arrays in host memory."""
+        if not self.is_in_host_memory(q):
+            raise UnsupportedError("dropout_p with arrays of this library on a GPU: give those of torch")
+        return self.library.kept(extents, threshold, rng_state)
 
     def packed_bits(self, mask):
         """A mask's bits along the last axis, in words of 32, the lowest first."""
@@ -661,6 +677,10 @@ class _JaxArrays(Arrays):
 
     def stored(self, values, out):
         raise UnsupportedError(_UNWRITTEN)
+
+    def kept(self, q, extents, threshold, rng_state):
+        bits = self._traced().kept_bits(extents, threshold, rng_state)
+        return bits if _is_traced(q, bits) else self.library.np.asarray(bits)
 
     def packed_bits(self, mask):
         return self._traced().packed_bits(mask) if _is_traced(mask) else super().packed_bits(mask)

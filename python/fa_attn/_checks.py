@@ -312,5 +312,6 @@ def no_dropout(dropout_p):
         return
     if dropout_p is not None and number("dropout_p", dropout_p) != 0.0:
         raise UnsupportedError(
-            f"dropout_p = {dropout_p}: attention is computed without dropout, set it to 0.0"
+            f"dropout_p = {dropout_p}: dropout has no function below autograd's, use flash_attn_func or "
+            "flash_attn_varlen_func"
         )

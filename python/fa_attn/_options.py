@@ -54,6 +54,10 @@ class Modification(NamedTuple):
     """An argument that masks or changes scores, which `modifications` reads."""
 
 
+class State(NamedTuple):
+    """An argument that is the state of a generator, which `dropping` reads."""
+
+
 class Only(NamedTuple):
     """An argument that is accepted at these values only, and what would work instead of others."""
 
@@ -94,6 +98,7 @@ class CommonOptions(TypedDict, total=False):
     bias: Annotated[Optional[Array], Modification()]
     mask: Annotated[Optional[Array], Modification()]
     attention_chunk: Annotated[Optional[int], Modification()]
+    rng_state: Annotated[Any, State()]
     qv: Annotated[Optional[Array], OnValues()]
     q_v: Annotated[Optional[Array], OnValues()]
     q_descale: Annotated[Optional[Array], Tensor("q_descale")]
@@ -223,6 +228,9 @@ def read_options(function, options):
         elif isinstance(row, OnValues):
             if value is not None and "packed" in function:
                 raise UnsupportedError(f"{name} with keys and values in one array: give q, k and v apart")
+        elif isinstance(row, State):
+            if value is not None and ("kvcache" in function or "backward" in function):
+                raise UnsupportedError(f"{name}: {function} has no dropout, leave it out")
         elif not isinstance(row, (Codes, Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division

@@ -25,9 +25,10 @@ _SCORE = ("s", *_MASK)
 
 
 class Program:
-    """A mask, a modification of scores, or both.
+    """A mask, a modification of scores, weights of probabilities, or several of these.
 
-    text: the canonical text. arrays and scalars: what a call passes, by name. mask, score: which it has.
+    text: the canonical text. arrays and scalars: what a call passes, by name. mask, score, weight: which it
+    has.
     gradients: the names of arrays that want a gradient. description: what fa_attn knows of it.
     """
 
@@ -36,6 +37,7 @@ class Program:
         self.description = description
         self.text = description["text"]
         self.mask, self.score = description["mask"], description["score"]
+        self.weight = description["weight"]
         self.arrays = _by_name("array", description["arrays"], arrays or {})
         self.scalars = _by_name("scalar", description["scalars"], scalars or {})
         for scalar in description["scalars"]:

@@ -13,6 +13,7 @@ from ._core import InputError, UnsupportedError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
+from ._torch_dropout import BITS, with_bits
 from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
@@ -58,11 +59,12 @@ def _names(text):
     return text.split(",") if text else []
 
 
-def _programs(program):
+def _programs(program, q, k, extras):
     """An operator's arguments as the extension module takes them."""
     arrays, values = program[:_MOST], program[_MOST : 2 * _MOST]
     texts, names, scalar_names = program[2 * _MOST :]
     arrays = [(name, x.detach().resolve_neg()) for name, x in zip(_names(names), arrays)]
+    arrays = with_bits(arrays, q, k, extras)
     return texts.split(_SEPARATOR), arrays, list(zip(_names(scalar_names), values))
 
 
@@ -82,7 +84,9 @@ def _forward(q, k, v, *arguments):
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    return run_forward(q, k, v, options, _read(extras), division=division, programs=_programs(program))
+    extras = _read(extras)
+    programs = _programs(program, q, k, extras)
+    return run_forward(q, k, v, options, extras, division=division, programs=programs)
 
 
 _forward_operator = torch.library.custom_op(
@@ -120,7 +124,7 @@ def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
     q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
     grads = new_gradients(q, k, v, extras)
-    programs = _programs(program)
+    programs = _programs(program, q, k, extras)
     made = _room([x for _, x in programs[1]], wants, q)
     own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
     options = options_of(arguments)[0]
@@ -212,7 +216,8 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
             )
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
-        arrays.append(_as_read(x))
+        # The state of dropout is no array of a program.
+        arrays.append(x if name == BITS else _as_read(x))
     extras = NO_EXTRAS if extras is None else extras
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))

@@ -325,6 +325,44 @@ def _leaky_relu(recorder, x, negative_slope=0.01, inplace=False):
     return recorder.line(f"select(0.0 < {x.name}, {x.name}, {x.name} * {slope.name})", "f32", x, slope)
 
 
+@_named("relu6")
+def _relu6(recorder, x, inplace=False):
+    return _clamp(recorder, recorder.converted(x, "f32"), low=0.0, high=6.0)
+
+
+def _formula(takes, text, *names):
+    """A function of so many numbers, by its text."""
+
+    @_named(*names)
+    def operation(recorder, *given, inplace=False):
+        if len(given) != takes:
+            raise TypeError(f"{names[0]} takes {takes} numbers, not {len(given)}")
+        own = [recorder.converted(x, "f32") for x in given]
+        return recorder.line(text.format(*(x.name for x in own)), "f32", *own)
+
+
+_formula(1, "clamp({0} / 6.0 + 0.5, 0.0, 1.0)", "hardsigmoid")
+_formula(1, "{0} * clamp({0} / 6.0 + 0.5, 0.0, 1.0)", "hardswish")
+_formula(1, "min({0}, 0.0) - log(1.0 + exp(-abs({0})))", "log_sigmoid", "logsigmoid")
+_formula(2, "sqrt({0} * {0} + {1} * {1})", "hypot")
+_formula(2, "select({0} == 0.0, 0.0, {0} * log({1}))", "xlogy")
+_formula(2, "select({1} < 0.0, -abs({0}), abs({0}))", "copysign")
+_formula(
+    1,
+    "select({0} < 0.0, -log(sqrt({0} * {0} + 1.0) - {0}), log(sqrt({0} * {0} + 1.0) + {0}))",
+    "asinh",
+    "arcsinh",
+)
+
+
+@_named("elu")
+def _elu(recorder, x, alpha=1.0, inplace=False):
+    x = recorder.converted(x, "f32")
+    alpha = recorder.converted(recorder.operand(alpha), "f32")
+    text = f"select(0.0 < {x.name}, {x.name}, {alpha.name} * (exp({x.name}) - 1.0))"
+    return recorder.line(text, "f32", x, alpha)
+
+
 @_named("gelu")
 def _gelu(recorder, x, approximate="none"):
     if approximate != "tanh":
@@ -361,6 +399,73 @@ def _isnan(recorder, x):
 @_named("isinf")
 def _isinf(recorder, x):
     return recorder.line(f"abs({x.name}) == inf", "bool", x)
+
+
+# The most boundaries that are looked through one by one.
+_BOUNDARIES = 40
+
+
+def _counted(recorder, boundaries, x, right):
+    """How many of the boundaries lie before a number."""
+    count = boundaries.shape[0] if len(getattr(boundaries, "shape", ())) == 1 else _BOUNDARIES + 1
+    if count > _BOUNDARIES:
+        raise UnsupportedError(
+            f"boundaries are one axis of at most {_BOUNDARIES} in a mask or score function: make a table of "
+            "the numbers of intervals before, and index it"
+        )
+    found = recorder.operand(0)
+    for at in range(count):
+        edge = recorder.load(boundaries, (at,))
+        before = OPERATIONS["le" if right else "lt"](recorder, edge, x)
+        found = OPERATIONS["add"](recorder, found, recorder.converted(before, "i32"))
+    return found
+
+
+@_named("searchsorted")
+def _searchsorted(recorder, boundaries, x, *, right=False, side=None, out_int32=False):
+    return _counted(recorder, boundaries, x, right if side is None else side == "right")
+
+
+@_named("bucketize")
+def _bucketize(recorder, x, boundaries, *, right=False, out_int32=False):
+    return _counted(recorder, boundaries, x, right)
+
+
+@_named("isfinite")
+def _isfinite(recorder, x):
+    x = recorder.converted(x, "f32")
+    return recorder.line(f"abs({x.name}) < inf", "bool", x)
+
+
+@_named("isclose")
+def _isclose(recorder, a, b, rtol=1e-5, atol=1e-8, equal_nan=False):
+    if equal_nan:
+        raise UnsupportedError("`isclose` with equal_nan is not computed in a mask or score function")
+    a, b, rtol, atol = (recorder.converted(recorder.operand(x), "f32") for x in (a, b, rtol, atol))
+    near = f"abs({a.name} - {b.name}) <= {atol.name} + {rtol.name} * abs({b.name}) and abs({b.name}) < inf"
+    return recorder.line(f"{a.name} == {b.name} or {near}", "bool", a, b, rtol, atol)
+
+
+@_named("nan_to_num")
+def _nan_to_num(recorder, x, nan=0.0, posinf=None, neginf=None):
+    if x.kind != "f32":
+        return x
+    largest = 3.4028234663852886e38
+    low, high = (-largest if neginf is None else neginf), (largest if posinf is None else posinf)
+    low, high, nan = (recorder.converted(recorder.operand(one), "f32") for one in (low, high, nan))
+    inner = f"select({x.name} == inf, {high.name}, select({x.name} == -inf, {low.name}, {x.name}))"
+    return recorder.line(f"select({x.name} != {x.name}, {nan.name}, {inner})", "f32", x, low, high, nan)
+
+
+@_named("frac")
+def _frac(recorder, x):
+    return OPERATIONS["sub"](recorder, x, _trunc(recorder, x))
+
+
+@_named("addcmul")
+def _addcmul(recorder, x, a, b, value=1):
+    times = OPERATIONS["mul"](recorder, OPERATIONS["mul"](recorder, a, b), recorder.operand(value))
+    return OPERATIONS["add"](recorder, x, times)
 
 
 @_named("lerp")

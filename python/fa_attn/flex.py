@@ -17,6 +17,7 @@ import torch
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
+from ._dropout import dropping
 from ._modifications import Extents, Modifications, modifications, of_program
 from ._options import call_options
 from ._programs import Program
@@ -134,8 +135,27 @@ class BlockMask:
         dense = self.to_dense()
         return 100.0 * (1.0 - dense.sum().item() / max(dense.numel(), 1))
 
-    def _listed(self, state):
+    def to_string(self, limit: int = 4) -> str:
+        """A picture of the first masks: a mark for each block, dark where all of it is seen."""
+        marks = {FULL: "\u2588\u2588", PARTIAL: "\u2591\u2591"}
+        blocks, pictures = self._blocks(), []
+        for at in range(min(count("limit", limit), blocks.shape[0] * blocks.shape[1])):
+            b, h = divmod(at, blocks.shape[1])
+            rows = ["".join(marks.get(state, "  ") for state in row) for row in blocks[b, h].tolist()]
+            pictures.append("\n".join([f"({b}, {h})", *rows, ""]))
+        return "\n".join(pictures)
+
+    def as_tuple(self, flatten: bool = True) -> Tuple[Any, ...]:
+        """Lengths, lists of blocks, the block's size and the function, in the order of torch's."""
+        lists = [self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices]
+        lists += [self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices]
+        if flag("flatten", flatten):
+            return (*self.seq_lengths, *lists, *self.BLOCK_SIZE, self.mask_mod)
+        return (self.seq_lengths, *lists, self.BLOCK_SIZE, self.mask_mod)
+
+    def _listed(self, state, by_keys=False):
         there = self._blocks() == state
+        there = there.mT if by_keys else there
         return there.sum(-1, dtype=torch.int32), there.int().argsort(
             dim=-1, descending=True, stable=True
         ).int()
@@ -144,6 +164,10 @@ class BlockMask:
     kv_indices = property(lambda self: self._listed(PARTIAL)[1])
     full_kv_num_blocks = property(lambda self: self._listed(FULL)[0])
     full_kv_indices = property(lambda self: self._listed(FULL)[1])
+    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0])
+    q_indices = property(lambda self: self._listed(PARTIAL, True)[1])
+    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0])
+    full_q_indices = property(lambda self: self._listed(FULL, True)[1])
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
@@ -375,18 +399,17 @@ def scaled_dot_product_attention(
     """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
 
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
-    with a gradient where it asks for one. `is_causal` is aligned at the top left. A query that sees no key
+    with a gradient where it asks for one. `dropout_p`: probabilities are dropped by torch's generator, with
+    FlashAttention-2's bits. `is_causal` is aligned at the top left. A query that sees no key
     gives 0.
     """
-    if number("dropout_p", dropout_p):
-        raise UnsupportedError(f"dropout_p = {dropout_p}: there is no dropout, leave it at 0")
     is_causal = flag("is_causal", is_causal)
     if is_causal and attn_mask is not None:
         raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
     if query.dim() != 4:
-        return _with_other_axes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return _with_other_axes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     enable_gqa = flag("enable_gqa", enable_gqa)
     if not enable_gqa:
         query, key, value = _broadcast(query, key, value)
@@ -394,6 +417,7 @@ def scaled_dot_product_attention(
     q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
+    mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
     offset = q.shape[1] - k.shape[1] if is_causal else 0
     return _attention(q, k, v, mods, scale, is_causal, offset)[0]
@@ -431,7 +455,7 @@ def _with_other_axes(query, key, value, attn_mask, *options):
         q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    out = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, *options)
+    out = scaled_dot_product_attention(q, k, v, attn_mask, *options)
     if axes < 4:
         return out[(0,) * (4 - axes)]
     return out.unflatten(0, batch)

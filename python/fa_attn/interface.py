@@ -25,6 +25,9 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   for all. `block_sparse_tensors`: FlashAttention 4's lists of blocks, with their block_size; `mask_mod` says
   what is seen in those that are partial. With torch tensors, biases and arrays that a function reads have
   gradients (docs/programs.md).
+- `rng_state`: (seed, offset) of dropout, whose bits are then FlashAttention-2's: two integers, or with torch
+  an int64 tensor of both. Without it `dropout_p` takes torch's generator; numpy and jax have to give it, jax
+  also a key of jax.random. The LSE is that without dropout (docs/programs.md).
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1; of k and v without
@@ -50,9 +53,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
-from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
+from ._checks import array, check_backward, check_lse, upper_bound
 from ._codes import by_factor, coded, holds_codes, no_codes
 from ._core import InputError
+from ._dropout import dropping
 from ._faces import face_of
 from ._modifications import asked, extents_of
 from ._options import Options, call_options, extras_of, on_values, read_options, returned, with_options
@@ -76,6 +80,14 @@ __all__ = [
     "get_scheduler_metadata",
     "merge",
 ]
+
+
+def _asked(q, extents, options, dropout_p):
+    """What the keywords of a call and its dropout make of its scores and probabilities."""
+    mods = asked(q, extents, options)
+    if type(dropout_p) is float and dropout_p == 0.0 and not options:
+        return mods
+    return dropping(mods, q, extents, dropout_p, options.get("rng_state"))
 
 
 # fmt: off
@@ -124,14 +136,14 @@ def flash_attn_func(
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
 
     q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`:
-    None for 1 / sqrt(head_dim). `window_size`: (left, right) keys around the diagonal, -1 for no limit.
+    None for 1 / sqrt(head_dim). `dropout_p`: the share of probabilities that are dropped. `window_size`:
+    (left, right) keys around the diagonal, -1 for no limit.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
     `deterministic`: gradients have the same bits in every run. `out`: an array of the result's shape and
     type, to which the result is written, without gradients. Returns out, in the shape of q; with
     `return_attn_probs` (out, softmax_lse, None), with `return_softmax_lse` (also `return_lse`) (out,
     softmax_lse). The options of every function (`sinks`, `num_splits`, ..): see the module.
     """
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_func", options)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
@@ -147,7 +159,7 @@ def flash_attn_func(
         extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -200,7 +212,6 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     if holds_codes(qkv):
@@ -228,7 +239,7 @@ def flash_attn_qkvpacked_func(
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     stacked: Any = qkv
-    mods = asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options)
+    mods = _asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options, dropout_p)
     out, lse = face.packed_attention(
         qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -381,7 +392,6 @@ def flash_attn_varlen_func(
     see `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch
     tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
     """
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_func", options)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -416,7 +426,7 @@ def flash_attn_varlen_func(
     )
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -472,7 +482,6 @@ def flash_attn_varlen_qkvpacked_func(
     **options: Unpack[Options],
 ) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if holds_codes(qkv):
@@ -514,7 +523,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     stacked: Any = qkv
-    mods = asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options)
+    mods = _asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options, dropout_p)
     out, lse = face.packed_attention(
         qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _core
-from ._core import UnsupportedError
+from ._core import InputError, UnsupportedError
+from ._dropout import halves
 from ._modifications import Modifications
 from ._nvrtc import find_nvrtc
 from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
@@ -264,6 +265,60 @@ def packed_bits(mask: Any) -> Any:
     return jax.lax.bitcast_convert_type(
         (words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32), jnp.int32
     )
+
+
+def _words(value: Any) -> Any:
+    """A number of 64 bits, or a key's data, as (lower, upper) uint32."""
+    return jnp.uint32(value & 0xFFFFFFFF), jnp.uint32(value >> 32)
+
+
+def _product(x: Any, by: int) -> Any:
+    """(upper, lower) half of x * by, without integers of 64 bits."""
+    low, high = x & 0xFFFF, x >> 16
+    by_low, by_high = jnp.uint32(by & 0xFFFF), jnp.uint32(by >> 16)
+    middle = (low * by_low >> 16) + (low * by_high & 0xFFFF) + (high * by_low & 0xFFFF)
+    upper = high * by_high + (low * by_high >> 16) + (high * by_low >> 16) + (middle >> 16)
+    return upper, x * jnp.uint32(by)
+
+
+def kept_bits(extents: Any, threshold: int, rng_state: Any) -> Any:
+    """The bits that dropout keeps, by the state, which is (seed, offset) or a key, and the place."""
+    if rng_state is None:
+        raise InputError("dropout_p without rng_state: give (seed, offset), or a key of jax.random")
+    if isinstance(rng_state, jax.Array):
+        is_key = jnp.issubdtype(rng_state.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(rng_state) if is_key else rng_state
+        if data.shape != (2,) or data.dtype != jnp.uint32:
+            raise InputError(
+                f"rng_state holds {data.shape} {data.dtype}: it must be a key of jax.random, or (seed, "
+                "offset)"
+            )
+        (upper, lower), offset = (data[0], data[1]), (jnp.uint32(0), jnp.uint32(0))
+        seed = lower, upper
+    else:
+        seed, offset = map(_words, halves(rng_state))
+    batch, heads, rows, keys = extents
+    blocks, words = -(-rows // 16), -(-keys // 32)
+    own = [jnp.arange(size, dtype=jnp.uint32) for size in (batch * heads, blocks, words, 32)]
+    head, block, word, lane = jnp.meshgrid(*own, indexing="ij")
+    step = 32 * head + lane
+    low = offset[0] + step
+    counter = (low, offset[1] + (low < step), block, word)
+    first, second = seed
+    for _ in range(7):
+        (high_a, low_a), (high_c, low_c) = _product(counter[0], 0xD2511F53), _product(counter[2], 0xCD9E8D57)
+        counter = (high_c ^ counter[1] ^ first, low_c, high_a ^ counter[3] ^ second, low_a)
+        first, second = first + jnp.uint32(0x9E3779B9), second + jnp.uint32(0xBB67AE85)
+    parts = []
+    for half in range(2):
+        bits = jnp.zeros_like(lane)
+        for i, drawn in enumerate(counter):
+            pair = drawn >> (16 * half)
+            kept = ((pair & 0xFF) <= threshold) | ((pair >> 8 & 0xFF) <= threshold).astype(jnp.uint32) << 1
+            bits = bits | kept.astype(jnp.uint32) << (8 * i + 2 * (lane % 4))
+        parts.append(bits.reshape(batch * heads, blocks, words, 8, 4).sum(-1, dtype=jnp.uint32))
+    bits = jnp.stack(parts, 2).transpose(0, 1, 2, 4, 3).reshape(batch, heads, blocks * 16, words)[:, :, :rows]
+    return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
 # The types that programs read, as tracing declares those that they do not.

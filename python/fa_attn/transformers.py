@@ -100,10 +100,6 @@ def attention(
 ):
     """query (batch, heads, rows, head_dim), key and value (batch, heads_kv, keys, head_dim), read where they
     lie. Returns (out (batch, rows, heads, head_dim_v), None)."""
-    if dropout:
-        raise UnsupportedError(
-            f"attention_dropout = {dropout}: attention is computed without dropout, set it to 0"
-        )
     if others.get("output_attentions"):
         raise UnsupportedError(
             "output_attentions: weights are never written; use attn_implementation='eager'"
@@ -117,7 +113,8 @@ def attention(
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
         # A mask of the caller's says all, as for torch's own attention.
         own = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=bias)
-        return interface.flash_attn_func(q, k, v, mask=attention_mask[..., :keys], **own), None
+        mask = attention_mask[..., :keys]
+        return interface.flash_attn_func(q, k, v, dropout, mask=mask, **own), None
     made = attention_mask
     if made is None or not isinstance(made, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -132,11 +129,16 @@ def attention(
     else:
         made = made.attended(rows, keys, type(module).__name__)
     options = dict(softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0)
-    if bias is not None or isinstance(made, ProgramMask):
+    if bias is not None or isinstance(made, ProgramMask) or (dropout and cu_seq_lens_q is None):
         if cu_seq_lens_q is not None:
             raise UnsupportedError("cu_seq_lens_q with a bias or a mask of one's own: leave it out")
+        if dropout and _told(module, made, rows, keys, others.get("position_ids")) is not None:
+            raise UnsupportedError(
+                "dropout with packed rows that position_ids alone tell: give cu_seq_lens_q, or a mask"
+            )
         _check_batch(module, made, q)
-        return interface.flash_attn_func(q, k, v, sinks=s_aux, bias=bias, **_dense(made, options)), None
+        own = dict(sinks=s_aux, bias=bias, **_dense(made, options))
+        return interface.flash_attn_func(q, k, v, dropout, **own), None
     if cu_seq_lens_q is not None:
         # Of a mask that a graph reads it is not known whether it has any.
         if made.padding is not None and isinstance(made.padding.holes, bool):
@@ -144,7 +146,7 @@ def attention(
         starts = [cu.to(torch.int32) for cu in (cu_seq_lens_q, cu_seq_lens_k)]
         longest = [_bound(x, x_rows) for x, x_rows in ((max_length_q, q), (max_length_k, k))]
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = interface.flash_attn_varlen_func(*flat, *starts, *longest, sinks=s_aux, **options)
+        out = interface.flash_attn_varlen_func(*flat, *starts, *longest, dropout, sinks=s_aux, **options)
         return out.reshape(*q.shape[:2], *out.shape[1:]), None
     packed = made.packed or _told(module, made, rows, keys, others.get("position_ids"))
     if packed is not None:

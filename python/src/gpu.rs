@@ -12,7 +12,8 @@ use fa_core::Merge;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use fa_kernels::{
-    Forward, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult,
+    Forward, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawKept, RawMergeArgs,
+    RawPartialResult,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -331,6 +332,21 @@ impl Device {
         };
         // SAFETY: as in `run`.
         py.detach(|| unsafe { bound.run_raw(&stream, &args) }).map_err(launched)
+    }
+
+    /// Writes the bits that dropout keeps, `[heads, queries, words]` of the heads of all sequences.
+    pub(crate) fn dropout(
+        &self,
+        py: Python<'_>,
+        [heads, queries, words]: [usize; 3],
+        bits: u64,
+        kept: RawKept,
+        handle: u64,
+    ) -> PyResult<()> {
+        let bound = py.detach(|| self.gpu.dropout(heads, queries, words)).map_err(raised)?;
+        let stream = self.stream(handle);
+        // SAFETY: as in `run`.
+        py.detach(|| unsafe { bound.run_raw(&stream, bits, kept) }).map_err(launched)
     }
 
     /// Launches a merge.

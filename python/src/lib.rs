@@ -9,6 +9,7 @@
 //! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
 //! - `codes`: the quantisers of K and V.
 //! - `call_program`: a call's own mask and change of scores.
+//! - `dropout`: the bits that dropout keeps.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
 //! - `threads`: work without the interpreter's lock.
@@ -20,6 +21,7 @@ mod codes;
 mod devices;
 mod dlpack;
 mod doctor;
+mod dropout;
 mod error;
 mod given;
 mod gpu;
@@ -41,6 +43,8 @@ mod _core {
     use super::codes::encode;
     #[pymodule_export]
     use super::doctor::doctor;
+    #[pymodule_export]
+    use super::dropout::dropout_bits;
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]

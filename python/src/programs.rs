@@ -17,6 +17,7 @@ struct Described<'a> {
     scalars: Vec<Scalar<'a>>,
     mask: bool,
     score: bool,
+    weight: bool,
     /// `additive`, `affine` or `general`; null without a score.
     class: Option<&'static str>,
     /// Whether the mask differs between sequences, and between heads.
@@ -73,6 +74,7 @@ pub(crate) fn program(text: &str) -> PyResult<String> {
         scalars: scalars.collect(),
         mask: program.mask().is_some(),
         score: program.score().is_some(),
+        weight: program.weight().is_some(),
         class: program.class().map(ScoreClass::name),
         mask_batch: program.mask_deps().has(Deps::BATCH),
         mask_heads: program.mask_deps().has(Deps::HEAD),

@@ -145,6 +145,16 @@ def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
         mask_mod,
         (50, 50),
     )
+    # The lists by keys are those that torch makes of the lists by queries.
+    names = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+    for name in names[::2]:
+        assert torch.equal(getattr(ours, name), getattr(full, name)), name
+    for counts, name in zip(names[::2], names[1::2]):
+        for row in range(4):
+            length = int(getattr(full, counts)[0, 0, row])
+            assert torch.equal(*(getattr(one, name)[0, 0, row, :length] for one in (ours, full))), name
+    assert [type(one) for one in ours.as_tuple()] == [type(one) for one in full.as_tuple()]
+    assert ours.to_string().count("\n") == full.to_string().count("\n") == 5
     (q, k, v), _ = inputs((1, 2, 50, D), (1, 2, 50, D), (1, 2, 50, D))
     torch.testing.assert_close(
         flex_attention(q, k, v, block_mask=full), flex_attention(q, k, v, block_mask=ours)

@@ -233,7 +233,7 @@ def test_what_torch_refuses_or_nothing_computes_is_an_error():
         (lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, 3, None, L, S)), "B = 3"),
         (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
         (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),
-        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout"),
+        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=1.5), "dropout_p is 1.5"),
         (
             lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True),
             "is_causal",

@@ -129,3 +129,30 @@ def test_what_a_program_refuses_is_refused_under_jit():
     ):
         with pytest.raises(ValueError, match=fault):
             jax.jit(partial(flash_attn_func, k=K, v=V, **options))(Q)
+
+
+@pytest.mark.parametrize("state", [(7, 2**40 + 3), jax.random.key(5)], ids=["pair", "key"])
+def test_dropout_is_a_function_of_its_state(state):
+    from fa_attn.jax import kept_bits
+
+    # 0.75 of the bytes are at most 191.
+    words = np.asarray(kept_bits((B, H, L, S), 191, state))
+    kept = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[..., :S].astype(bool)
+    assert 0.6 < kept.mean() < 0.9
+
+    def own(q, k, v):
+        return flash_attn_func(q, k, v, 0.25, causal=True, rng_state=state)
+
+    def written_out(q, k, v):
+        k, v = (jnp.repeat(one, H // HK, 2) for one in (k, v))
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D)
+        p = jax.nn.softmax(jnp.where(COLUMNS <= ROWS + S - L, s, -jnp.inf)) * kept / 0.75
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    np.testing.assert_allclose(jax.jit(own)(Q, K, V), written_out(Q, K, V), atol=2e-5)
+    np.testing.assert_allclose(own(Q, K, V), written_out(Q, K, V), atol=2e-5)
+    found, expected = (
+        jax.grad(lambda *x: (of(*x) * DOUT).sum(), argnums=(0, 1, 2))(Q, K, V) for of in (own, written_out)
+    )
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, atol=5e-5)

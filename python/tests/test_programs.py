@@ -40,6 +40,7 @@ BUCKETS = draw(32, HEADS)
 FORGET = draw(BATCH, HEADS, LENGTH).cumsum(-1)
 NUMPY_SLOPES = SLOPES.numpy()
 SIGNED = torch.tensor([3, -2, 1, -5])
+EDGES = torch.tensor([3, 9, 9, 20, 31])
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -145,6 +146,12 @@ MASKS = {
         torch.div(q - k, 3, rounding_mode="trunc") + torch.fmod(q - k, -4) + torch.fmod(k - q, SIGNED[h]) > 0
     ),
     "slices": lambda b, h, q, k: VALID[:, k][b] & ~VALID[b, ...][q] & VALID[b][:][k],
+    "intervals": lambda b, h, q, k: (
+        torch.searchsorted(EDGES, q, right=True) == torch.bucketize(k, EDGES, right=True)
+    ),
+    "near": lambda b, h, q, k: (
+        torch.isclose(q.float(), k.float(), atol=4.0) & torch.isfinite(BIAS[b, h, q, k])
+    ),
     "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
 }
 
@@ -212,6 +219,21 @@ SCORES = {
         + torch.nn.functional.hardtanh(s, -0.5, 0.7)
     ),
     "hyperbolic": lambda s, b, h, q, k: torch.sinh(s * 0.3) + torch.cosh(s) + torch.logaddexp(s, s * 0.5),
+    "more activations": lambda s, b, h, q, k: (
+        torch.nn.functional.elu(s, 0.7)
+        + torch.nn.functional.relu6(s * 4)
+        + torch.nn.functional.hardswish(s)
+        + torch.nn.functional.hardsigmoid(s)
+        + torch.nn.functional.logsigmoid(s)
+        + torch.asinh(s)
+    ),
+    "of two numbers": lambda s, b, h, q, k: (
+        torch.hypot(s, BIAS[b, h, q, k])
+        + torch.copysign(s, BIAS[b, h, q, k])
+        + torch.xlogy(s.abs(), s.abs() + 1)
+        + torch.addcmul(s, SLOPES[h], SLOPES[b], value=2)
+        + torch.nan_to_num(torch.frac(s))
+    ),
     "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
     "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),

@@ -25,7 +25,11 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
         assert part in str(raised.value), str(raised.value)
 
     unsupported, wrong = fa_attn.UnsupportedError, fa_attn.InputError
-    refused(unsupported, "without dropout", call, q, k, v, dropout_p=0.1)
+    refused(wrong, "dropout_p without rng_state", call, q, k, v, dropout_p=0.1)
+    refused(wrong, "dropout_p is 1.0: it is a probability", call, q, k, v, dropout_p=1.0, rng_state=(1, 2))
+    refused(wrong, "rng_state without dropout_p", call, q, k, v, rng_state=(1, 2))
+    refused(wrong, "rng_state is 7: it must be (seed, offset)", call, q, k, v, dropout_p=0.1, rng_state=7)
+    refused(wrong, "the seed 18446744073709551616", call, q, k, v, dropout_p=0.1, rng_state=(2**64, 0))
     refused(wrong, "num_splits is -1: it must be from 0 to 256", call, q, k, v, num_splits=-1)
     refused(wrong, "num_splits is 257: it must be from 0 to 256", call, q, k, v, num_splits=257)
     refused(wrong, "num_splits is 1.5: it must be a whole number", call, q, k, v, num_splits=1.5)

@@ -229,10 +229,24 @@ def test_windows_to_both_sides():
         assert ((eager - ours).abs() * keys[..., None]).max() < 1e-5
 
 
-def test_dropout_and_biases_of_other_shapes_raise():
+def test_dropout_is_that_of_torchs_generator():
+    q, k, v = (torch.randn(2, 2, 8, 16) for _ in range(3))
+    padding = torch.ones(2, 8, dtype=torch.long)
+    padding[1, 5:] = 0
+    for mask in (None, padding):
+        made = []
+        for p in (0.5, 0.5, 0.0):
+            torch.manual_seed(3)
+            made.append(fa_attn.transformers.attention(None, q, k, v, mask, dropout=p, is_causal=False)[0])
+        assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        torch.manual_seed(3)
+        seen = None if mask is None else mask[:, None, None].bool()
+        assert torch.equal(made[0], fa_attn.flash_attn_func(*turned, 0.5, mask=seen))
+
+
+def test_biases_of_other_shapes_raise():
     x = torch.randn(1, 2, 8, 16)
-    with pytest.raises(fa_attn.UnsupportedError, match="dropout"):
-        fa_attn.transformers.attention(None, x, x, x, None, dropout=0.1)
     with pytest.raises(fa_attn.InputError, match="16 along keys where the call has 8"):
         fa_attn.transformers.attention(None, x, x, x, None, position_bias=x)
 

@@ -105,6 +105,12 @@ pub enum Error {
     /// The backward found no LSE of its forward.
     #[error("the backward has no LSE of a forward: call backward on the output of the forward")]
     NoForward,
+    /// Dropout of tensors on a GPU.
+    #[error("dropout of tensors on a GPU is not computed here: {instead}")]
+    DropoutOnGpu {
+        /// What works.
+        instead: &'static str,
+    },
 }
 
 /// A message of the crates below, in which arguments have their names here.

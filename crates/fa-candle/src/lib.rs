@@ -77,6 +77,7 @@ pub use attention::{attention, attention_with_lse};
 pub use error::Error;
 #[cfg(feature = "cuda")]
 pub use fa_attn::{Tried, Tuning, TuningOutcome};
+pub use fa_core::Dropout;
 pub use functions::*;
 #[cfg(feature = "cuda")]
 pub use kernels::{finish_tuning, set_tuning};

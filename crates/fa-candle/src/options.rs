@@ -1,6 +1,7 @@
 //! What a call is given beside Q, K and V.
 
 use candle_core::Tensor;
+use fa_core::Dropout;
 
 use crate::program::Program;
 
@@ -44,6 +45,9 @@ pub struct Options<'a> {
     pub bias: Option<&'a Tensor>,
     /// A mask or a change of scores by a text of the caller's own, before mask and bias.
     pub program: Option<&'a Program>,
+    /// Probabilities are dropped after the softmax, as FlashAttention-2 drops them for the same seed and
+    /// offset; draw another seed for each call. In both passes; on the CPU.
+    pub dropout: Option<Dropout>,
     /// Multi-head latent attention: every key is V's row followed by K's, of which Q has the columns in that
     /// order; see [`fa_core::Problem`]. The scale is that of the heads before absorption. On the CPU and on
     /// GPUs of compute capability 9.0, without gradients.
@@ -125,6 +129,7 @@ impl Options<'_> {
             mask: None,
             bias: None,
             program: None,
+            dropout: None,
             latent: false,
             deterministic: false,
             rows: Rows::EVEN,
@@ -152,6 +157,7 @@ impl<'a> Options<'a> {
         with_mask(mask: Option<&'a Tensor>),
         with_bias(bias: Option<&'a Tensor>),
         with_program(program: Option<&'a Program>),
+        with_dropout(dropout: Option<Dropout>),
         with_latent(latent: bool),
         with_deterministic(deterministic: bool),
         with_rows(rows: Rows<'a>),

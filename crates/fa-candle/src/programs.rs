@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use candle_core::{DType, Result, Tensor};
-use fa_core::Lengths;
 use fa_core::program::{self, ArrayDecl, BiasElement, Element, Interned, MAX_RANK, Standard, Type, Value};
+use fa_core::{Dropout, Lengths};
 
 use crate::error::{Error, refused, same_device};
 use crate::options::Options;
@@ -33,7 +33,8 @@ impl ProgramCall {
         }
         let mask = options.mask.map(|mask| Term::mask(mask, shape, q)).transpose()?;
         let bias = options.bias.map(|bias| Term::bias(bias, shape, q)).transpose()?;
-        let terms: Vec<Term> = mask.into_iter().chain(bias).collect();
+        let dropout = options.dropout.map(|dropout| Term::dropout(dropout, shape, q)).transpose()?;
+        let terms: Vec<Term> = mask.into_iter().chain(bias).chain(dropout).collect();
         let Some(program) = composed(options.program.map(|program| program.own), &terms)? else {
             return Ok(None);
         };
@@ -47,11 +48,13 @@ impl ProgramCall {
             }
             given.push((name, tensor));
         }
-        let scalars: &[(String, f64)] = own.map_or(&[], |own| &own.scalars);
+        let mut scalars: Vec<(&str, f64)> =
+            own.iter().flat_map(|own| &own.scalars).map(|(name, value)| (&**name, *value)).collect();
+        scalars.extend(options.dropout.map(|dropout| (Dropout::FACTOR, dropout.factor().into())));
         known("array", given.iter().map(|(name, _)| *name), program.arrays().iter().map(|own| &*own.name))?;
         known(
             "scalar",
-            scalars.iter().map(|(name, _)| &**name),
+            scalars.iter().map(|(name, _)| *name),
             program.scalars().iter().map(|own| &*own.name),
         )?;
         let arrays = program.arrays().iter().map(|decl| {
@@ -121,6 +124,7 @@ enum Kind {
     /// A mask that is added.
     Added(BiasElement),
     Bias(BiasElement, bool),
+    Dropout,
 }
 
 impl Kind {
@@ -128,6 +132,7 @@ impl Kind {
         match self {
             Kind::Mask | Kind::Added(_) => "fa_mask",
             Kind::Bias(..) => "fa_bias",
+            Kind::Dropout => Dropout::BITS,
         }
     }
 
@@ -139,6 +144,7 @@ impl Kind {
                 format!("array fa_mask: {element}[_, _, _, _]; score = s + fa_mask[b, h, q, k];")
             }
             Kind::Bias(element, gradient) => Standard::Bias { element, gradient }.text(),
+            Kind::Dropout => Standard::Dropout.text(),
         }
     }
 }
@@ -162,6 +168,20 @@ impl Term {
         let tensor = broadcast("bias", bias, shape, q)?;
         let (element, tensor) = floats("bias", tensor, "f32, f16 or bf16")?;
         Ok(Term { kind: Kind::Bias(element, bias.track_op()), tensor })
+    }
+}
+
+impl Term {
+    fn dropout(dropout: Dropout, [b, h, queries, keys]: [usize; 4], q: &Tensor) -> Result<Term> {
+        if !q.device().is_cpu() {
+            let instead = "move q, k and v to the CPU, or drop the output";
+            return Err(Error::DropoutOnGpu { instead }.into());
+        }
+        let words = keys.div_ceil(32);
+        let mut bits = vec![0u32; b * h * queries * words];
+        dropout.kept().fill(queries, words, &mut bits);
+        let tensor = Tensor::from_vec(bits, (b, h, queries, words), q.device())?;
+        Ok(Term { kind: Kind::Dropout, tensor })
     }
 }
 

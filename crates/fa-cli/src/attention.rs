@@ -177,7 +177,8 @@ impl<T: Element + Stored> Inputs<T> {
             }
             None => None,
         };
-        let program = problem.score.program.map(|program| programs::read(file, program)).transpose()?;
+        let program =
+            problem.score.program.map(|program| programs::read(file, program, &problem)).transpose()?;
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -325,14 +326,14 @@ fn problem_of(
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
     sides.check_heads(heads_q)?;
-    let program = args.program.program().map_err(InputError::Usage)?;
+    let score = args.program.of(sides.score(args.softcap)).map_err(InputError::Usage)?;
     let lengths = sides.lengths(q, k)?;
     let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
         .with_descales(sides.descales(&lengths))
         .with_latent(args.latent)
         .with_mask(args.mask.mask())
         .with_softmax_scale(args.scale)
-        .with_score(sides.score(args.softcap).with_program(program));
+        .with_score(score);
     problem.check()?;
     sides.check_descales(&problem)?;
     Ok(problem)

@@ -379,7 +379,8 @@ impl ShapeArgs {
         } else {
             vec![self.mask.mask()]
         };
-        let program = self.mods.program().map_err(InputError::Usage)?;
+        let score = ScoreMod::NONE.with_softcap(self.softcap);
+        let score = self.mods.of(score).map_err(InputError::Usage)?;
         let mut problems = Vec::new();
         for &HeadDim { qk, v } in &self.headdim {
             for &mask in &masks {
@@ -395,7 +396,7 @@ impl ShapeArgs {
                         Types::same(dtype),
                     )
                     .with_mask(mask)
-                    .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
+                    .with_score(score);
                     let problem = self.kv.of(latent_if(self.latent, problem))?;
                     problem.check()?;
                     problems.push(problem);
@@ -563,8 +564,8 @@ fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
 impl AttentionArgs {
     /// Whether any flag but the layout is given.
     pub(crate) fn describes_a_problem(&self) -> bool {
-        let ProgramArgs { mask_mod, score_mod } = &self.program;
-        let is_own = mask_mod.is_some() || score_mod.is_some();
+        let ProgramArgs { mask_mod, score_mod, dropout } = &self.program;
+        let is_own = mask_mod.is_some() || score_mod.is_some() || dropout.dropout.is_some();
         let is_scored = self.scale.is_some() || self.softcap.is_some() || is_own;
         self.mask.mask() != Mask::FULL || self.latent || is_scored
     }

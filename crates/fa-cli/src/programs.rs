@@ -1,9 +1,9 @@
 //! Arrays and scalars of a program that are tensors of a file, found by their names.
 
-use fa_core::Extra;
 use fa_core::program::{
     ArrayDecl, ArrayView, Element, Interned, OwnedArray, OwnedData, OwnedInputs, Type, Value,
 };
+use fa_core::{Dropout, Extra, Problem};
 use half::{bf16, f16};
 use safetensors::Dtype;
 
@@ -26,12 +26,16 @@ const TAKEN: [&str; 12] = [
     "cu_seqlens_k_new",
 ];
 
-/// What `program` reads, from tensors of its names. A scalar is a tensor of one element.
+/// What the program of `problem` reads, from tensors of its names; dropout's from its seed. A scalar is a tensor of one element.
 ///
 /// # Errors
 /// Tensors that are not there, of another type or rank, or without elements, and names that a file uses
 /// otherwise.
-pub(crate) fn read(file: &TensorFile, program: Interned) -> Result<OwnedInputs, InputError> {
+pub(crate) fn read(
+    file: &TensorFile,
+    program: Interned,
+    problem: &Problem,
+) -> Result<OwnedInputs, InputError> {
     let extras = Extra::ALL.map(Extra::name);
     let arrays = program.arrays().iter().map(|decl| decl.name.as_str());
     for name in arrays.chain(program.scalars().iter().map(|decl| decl.name.as_str())) {
@@ -41,8 +45,16 @@ pub(crate) fn read(file: &TensorFile, program: Interned) -> Result<OwnedInputs, 
             return Err(InputError::Usage(message));
         }
     }
-    let arrays = program.arrays().iter().map(|decl| array(file, decl)).collect::<Result<_, _>>()?;
-    let scalars = program.scalars().iter().map(|decl| scalar(file, &decl.name, decl.ty));
+    let dropout = problem.score.dropout;
+    let arrays = program.arrays().iter().map(|decl| match dropout {
+        Some(dropout) if decl.name == Dropout::BITS => Ok(dropout.bits(problem)),
+        _ => array(file, decl),
+    });
+    let arrays = arrays.collect::<Result<_, _>>()?;
+    let scalars = program.scalars().iter().map(|decl| match dropout {
+        Some(dropout) if decl.name == Dropout::FACTOR => Ok(Value::F32(dropout.factor().into())),
+        _ => scalar(file, &decl.name, decl.ty),
+    });
     let inputs = OwnedInputs { arrays, scalars: scalars.collect::<Result<_, _>>()? };
     inputs
         .view(&program)

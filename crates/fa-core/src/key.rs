@@ -3,7 +3,8 @@
 use crate::program::Interned;
 use crate::{Alibi, Descales, Lengths, Mask, Problem, Types};
 
-/// A [`Problem`] as the key of a map: two are equal where all fields are, floats by their bits.
+/// A [`Problem`] as the key of a map: two are equal where all fields are, floats by their bits, but for the
+/// values of dropout, which no kernel depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProblemKey {
     lengths: Lengths,

@@ -21,7 +21,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::program::{Interned, ScoreClass};
-use crate::with_methods;
+use crate::{Dropout, with_methods};
 
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
 /// call.
@@ -34,9 +34,14 @@ pub struct ScoreMod {
     pub alibi: Option<Alibi>,
     /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
     pub sinks: bool,
-    /// A mask, a change of scores, or both, of the caller's own. The mask hides keys that [`crate::Mask`]
-    /// leaves visible. The change takes the scaled score; a cap and ALiBi are then a part of it.
+    /// A mask, a change of scores and weights of probabilities of the caller's own, or some of these. The mask
+    /// hides keys that [`crate::Mask`] leaves visible. The change takes the scaled score; a cap and ALiBi are
+    /// then a part of it. A weight is a factor of the probability, which has been normalised, and the LSE made,
+    /// without it: `O = (P * weight) V`.
     pub program: Option<Interned>,
+    /// The values of the program's dropout ([`Dropout::of`]): what draws a program's inputs makes its bits
+    /// from them. Calls read the bits that they are given, so that another seed is no other problem.
+    pub dropout: Option<Dropout>,
 }
 
 /// The shape of the tensor of slopes of ALiBi.
@@ -58,13 +63,14 @@ pub struct ScoreKind {
     pub alibi: bool,
     /// A logit per query head joins the denominator.
     pub sinks: bool,
-    /// The caller's own mask and change of scores.
+    /// The caller's own mask, change of scores and weights.
     pub program: Option<Interned>,
 }
 
 impl ScoreMod {
     /// Scores as they are.
-    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false, program: None };
+    pub const NONE: ScoreMod =
+        ScoreMod { softcap: None, alibi: None, sinks: false, program: None, dropout: None };
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
@@ -76,6 +82,7 @@ impl ScoreMod {
         with_alibi(alibi: Option<Alibi>),
         with_sinks(sinks: bool),
         with_program(program: Option<Interned>),
+        with_dropout(dropout: Option<Dropout>),
     }
 
     /// What a kernel needs code for.
@@ -119,6 +126,11 @@ impl ScoreKind {
     /// Whether a program changes scores.
     pub fn changes(&self) -> bool {
         self.program.is_some_and(|program| program.score().is_some())
+    }
+
+    /// Whether a program has weights of probabilities.
+    pub fn weighs(&self) -> bool {
+        self.program.is_some_and(|program| program.weight().is_some())
     }
 
     /// Whether that program's derivative by the score is other than 1.

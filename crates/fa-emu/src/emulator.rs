@@ -8,6 +8,7 @@ use fa_kernels::{Headers, Source};
 
 use crate::append::AppendUnit;
 use crate::compiler::{Compiler, default_root};
+use crate::dropout::DropoutUnit;
 use crate::error::Error;
 use crate::machine::Machine;
 use crate::merge::MergeUnit;
@@ -76,6 +77,14 @@ impl Emulator {
     /// As [`Emulator::unit`].
     pub fn merge_unit(&self, arch: Arch, headers: &Headers) -> Result<MergeUnit, Error> {
         MergeUnit::load(&self.compiler, self.machine.clone(), arch, headers)
+    }
+
+    /// The dropout kernel for `arch`, compiled now or before.
+    ///
+    /// # Errors
+    /// As [`Emulator::unit`].
+    pub fn dropout_unit(&self, arch: Arch, headers: &Headers) -> Result<DropoutUnit, Error> {
+        DropoutUnit::load(&self.compiler, self.machine.clone(), arch, headers)
     }
 
     /// The kernel of a source that may differ from the spec's, such as one with an injected fault.

@@ -29,6 +29,7 @@ pub mod append;
 mod call;
 mod case;
 mod compiler;
+pub mod dropout;
 mod emulator;
 mod error;
 mod extras;

@@ -329,6 +329,14 @@ pub enum Error {
     /// What is to be appended is not valid.
     #[error(transparent)]
     Append(#[from] AppendError),
+    /// More heads, queries or words of bits than the dropout kernel counts.
+    #[error("dropout of {count} heads, queries or words: at most {most}")]
+    DropoutCount {
+        /// How many there are.
+        count: usize,
+        /// The most.
+        most: usize,
+    },
     /// What is to be merged is not valid.
     #[error(transparent)]
     Merge(#[from] MergeError),

@@ -10,10 +10,11 @@ use fa_core::{Append, Arch, ArchLimits, KernelSpec, LaunchPlan, Merge, Problem};
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
-use crate::jit::source::{APPEND, APPEND_CODES, MERGE, Source};
+use crate::jit::source::{APPEND, APPEND_CODES, DROPOUT, MERGE, Source};
 use crate::launch::Launches;
 use crate::launch::append::{AppendLaunch, BoundAppend};
 use crate::launch::call::{Backward, Forward};
+use crate::launch::dropout::{BoundDropout, DropoutLaunch};
 use crate::launch::merge::{BoundMerge, MergeLaunch};
 use crate::launch::module::LoadedKernel;
 use crate::launch::single::Single;
@@ -32,6 +33,7 @@ pub struct Kernels {
     append: OnceLock<Arc<Single>>,
     append_codes: OnceLock<Arc<Single>>,
     merge: OnceLock<Arc<Single>>,
+    dropout: OnceLock<Arc<Single>>,
 }
 
 impl Kernels {
@@ -62,6 +64,7 @@ impl Kernels {
             append: OnceLock::new(),
             append_codes: OnceLock::new(),
             merge: OnceLock::new(),
+            dropout: OnceLock::new(),
         })
     }
 
@@ -84,6 +87,7 @@ impl Kernels {
             append: OnceLock::new(),
             append_codes: OnceLock::new(),
             merge: OnceLock::new(),
+            dropout: OnceLock::new(),
         })
     }
 
@@ -153,6 +157,16 @@ impl Kernels {
         merge.check()?;
         let kernel = self.single(&self.merge, MERGE, Source::merge)?;
         Ok(BoundMerge::new(kernel, MergeLaunch::new(merge, self.sms)?))
+    }
+
+    /// The kernel that writes which probabilities dropout keeps, as bits `[heads, queries, words]`: one for
+    /// all problems, compiled and loaded on first use.
+    ///
+    /// # Errors
+    /// Those of [`DropoutLaunch::new`], and those of compiling and loading.
+    pub fn dropout(&self, heads: usize, queries: usize, words: usize) -> Result<BoundDropout, Error> {
+        let launch = DropoutLaunch::new(heads, queries, words, self.sms)?;
+        Ok(BoundDropout::new(self.single(&self.dropout, DROPOUT, Source::dropout)?, launch))
     }
 
     /// The kernel of a unit without a spec, whose one entry is `name`: from `slot`, or compiled and loaded

@@ -102,7 +102,7 @@ pub use jit::cubin::entry_codes;
 pub use jit::headers::{HEADERS_VARIABLE, Headers};
 pub use jit::program_params::MAX_ARRAYS;
 pub use jit::report::{Fault, Report};
-pub use jit::source::{APPEND, APPEND_CODES, ENTRY, MERGE, Source};
+pub use jit::source::{APPEND, APPEND_CODES, DROPOUT, ENTRY, MERGE, Source};
 pub use jit::{bundle, cache, cache::Cache, params, program_params, ship, toolchain};
 pub use kernels::Kernels;
 pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};
@@ -111,6 +111,7 @@ pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, KvElement, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
 pub use launch::call::{Backward, BackwardPass, Bound, Forward, ForwardPass};
+pub use launch::dropout::{BoundDropout, DropoutLaunch, RawKept};
 pub use launch::extras::{Extras, RawExtras};
 pub use launch::merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use launch::module::LoadedKernel;

@@ -6,6 +6,7 @@ mod awkward;
 mod bits;
 mod case;
 mod codes;
+mod dropout;
 mod fp8;
 mod gradients;
 mod groups;

@@ -36,6 +36,7 @@ def _flash_attn_forward(
     return_softmax=False,
 ):
     """(out, softmax_lse, probabilities, state of the generator), without autograd."""
+    fa_attn._checks.no_dropout(dropout_p)
     with torch.no_grad():
         out, lse = fa_attn.flash_attn_func(
             q,
@@ -75,6 +76,7 @@ def _flash_attn_varlen_forward(
     num_splits=0,
 ):
     """The same of packed sequences."""
+    fa_attn._checks.no_dropout(dropout_p)
     if leftpad_k is not None:
         raise UnsupportedError("leftpad_k: give it to flash_attn_with_kvcache as cache_leftpad")
     with torch.no_grad():

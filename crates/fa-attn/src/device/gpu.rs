@@ -7,7 +7,7 @@ use std::time::Duration;
 use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
-use fa_kernels::{BoundAppend, BoundMerge, Kernels, driver};
+use fa_kernels::{BoundAppend, BoundDropout, BoundMerge, Kernels, driver};
 use fa_planner::divide;
 
 use crate::choose::{Asked, Chooser};
@@ -127,6 +127,16 @@ impl Gpu {
     /// A merge that contradicts itself, and the errors of compiling and loading.
     pub fn merge(&self, merge: &Merge) -> Result<BoundMerge, Error> {
         Ok(self.kernels.merge(merge)?)
+    }
+
+    /// The kernel that writes which probabilities dropout keeps in this GPU's memory, as the bits that the
+    /// program of [`fa_core::program::Standard::Dropout`] reads: `[heads, queries, words]`, of the query heads
+    /// of all sequences, 32 keys a word. One launch, by [`BoundDropout::run`].
+    ///
+    /// # Errors
+    /// Counts beyond an i32, and the errors of compiling and loading.
+    pub fn dropout(&self, heads: usize, queries: usize, words: usize) -> Result<BoundDropout, Error> {
+        Ok(self.kernels.dropout(heads, queries, words)?)
     }
 
     fn choose(&self, asked: &Asked<'_>) -> Result<Bound, Error> {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use fa_attn::tune::user_table;
-use fa_core::{KernelSpec, Pass};
+use fa_core::{KernelSpec, Pass, ScoreMod};
 use fa_lab::Error;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
@@ -181,7 +181,7 @@ fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
         let (count, seed) = (usize::from(count), args.seed.unwrap_or(0));
         return Ok(Problems::Drawn(Drawing { count, seed, passes, families: family.into_iter().collect() }));
     }
-    if args.shapes.mods.program().map_err(InputError::Usage)?.is_some() {
+    if args.shapes.mods.of(ScoreMod::NONE).map_err(InputError::Usage)?.program.is_some() {
         let message = "tables hold no kernels with programs: leave out --mask-mod, --score-mod, --bias and \
                        --chunk";
         return Err(InputError::Usage(message.to_owned()).into());

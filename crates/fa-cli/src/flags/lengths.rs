@@ -27,7 +27,7 @@ pub(crate) struct LengthsArgs {
 }
 
 /// What joins the scores beside mask and soft cap.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Args)]
 pub(crate) struct ScoreArgs {
     /// ALiBi: slope * |distance| is subtracted from the scores; a slope per query head, or with
     /// --alibi=per_sequence_head one per sequence and query head
@@ -133,7 +133,7 @@ impl ScoreArgs {
     /// Programs that are none.
     pub(crate) fn score(&self, softcap: Option<f64>) -> Result<ScoreMod, String> {
         let score = ScoreMod::NONE.with_softcap(softcap).with_alibi(self.alibi).with_sinks(self.sinks);
-        Ok(score.with_program(self.mods.program()?))
+        self.mods.of(score)
     }
 }
 

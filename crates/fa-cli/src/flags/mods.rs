@@ -2,9 +2,10 @@
 
 use clap::Args;
 use fa_core::program::{Interned, Program};
+use fa_core::{Dropout, ScoreMod};
 
 /// Programs by their texts, and those that have a flag of their own. Their arrays hold random values.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Args)]
 pub(crate) struct ModArgs {
     /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and arrays that hold random values, as
     /// in "k <= q + off"; see docs/programs.md
@@ -28,6 +29,35 @@ pub(crate) struct ModArgs {
     /// Queries see the keys of their own chunk of N only (Llama 4)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub chunk: Option<u32>,
+    #[command(flatten)]
+    pub dropout: DropoutArgs,
+}
+
+/// Dropout of probabilities.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Args)]
+pub(crate) struct DropoutArgs {
+    /// Probabilities are dropped with probability P after the softmax, as FlashAttention-2 drops them for the
+    /// same seed and offset
+    #[arg(long, value_name = "P")]
+    pub dropout: Option<f64>,
+    /// The seed of dropout
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout")]
+    pub dropout_seed: u64,
+    /// The offset of dropout
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout")]
+    pub dropout_offset: u64,
+}
+
+impl DropoutArgs {
+    /// Scores with dropout, where it is asked for.
+    ///
+    /// # Errors
+    /// A probability that is none.
+    pub(crate) fn of(self, score: ScoreMod) -> Result<ScoreMod, String> {
+        let Some(p) = self.dropout else { return Ok(score) };
+        let dropout = Dropout::new(p, self.dropout_seed, self.dropout_offset);
+        dropout.and_then(|dropout| dropout.of(score)).map_err(|error| format!("--dropout: {error}"))
+    }
 }
 
 /// Programs by their texts, whose arrays are tensors of a file.
@@ -41,20 +71,30 @@ pub(crate) struct ProgramArgs {
     /// `array bias: f32[_, _] grad; s + bias[q, k]`; --backward writes the gradient as dbias
     #[arg(long, value_name = "TEXT")]
     pub score_mod: Option<String>,
+    #[command(flatten)]
+    pub dropout: DropoutArgs,
 }
 
 impl ProgramArgs {
-    /// Both as one.
+    /// Scores with all of them.
     ///
     /// # Errors
     /// Texts that are no programs.
-    pub(crate) fn program(&self) -> Result<Option<Interned>, String> {
-        let Self { mask_mod, score_mod } = self.clone();
-        ModArgs { mask_mod, score_mod, ..ModArgs::default() }.program()
+    pub(crate) fn of(&self, score: ScoreMod) -> Result<ScoreMod, String> {
+        let Self { mask_mod, score_mod, dropout } = self.clone();
+        ModArgs { mask_mod, score_mod, dropout, ..ModArgs::default() }.of(score)
     }
 }
 
 impl ModArgs {
+    /// Scores with all of the flags.
+    ///
+    /// # Errors
+    /// Texts that are no programs, and flags that name no axis.
+    pub(crate) fn of(&self, score: ScoreMod) -> Result<ScoreMod, String> {
+        self.dropout.of(score.with_program(self.program()?))
+    }
+
     /// The programs of the flags as one.
     ///
     /// # Errors
@@ -106,11 +146,18 @@ mod tests {
             bias_dtype: "f32".into(),
             bias_grad: true,
             chunk: Some(64),
+            dropout: DropoutArgs { dropout: Some(0.1), ..DropoutArgs::default() },
         };
         let program = all.program().unwrap().unwrap();
         assert!(program.mask().is_some() && program.score().is_some());
         assert_eq!((program.arrays()[0].rank, program.arrays()[0].gradient), (2, true));
         assert_eq!(program.scalars().len(), 1);
+        let score = all.of(ScoreMod::NONE).unwrap();
+        assert_eq!(score.dropout.map(|dropout| dropout.p()), Some(0.1));
+        assert!(score.program.is_some_and(|program| program.weight().is_some() && program.mask().is_some()));
+        let wrong =
+            ModArgs { dropout: DropoutArgs { dropout: Some(1.0), ..DropoutArgs::default() }, ..all.clone() };
+        assert!(wrong.of(ScoreMod::NONE).is_err_and(|error| error.starts_with("--dropout: ")));
         let wrong = ModArgs { bias_shape: "h,x".into(), ..all.clone() };
         assert!(wrong.program().is_err_and(|error| error.contains("x is none of b, h, q and k")));
         let wrong = ModArgs { mask_mod: Some("k +".into()), ..ModArgs::default() };

@@ -6,7 +6,7 @@ use super::{Problem, ProblemError};
 use crate::lengths::{Side, SideRows};
 use crate::program::Interned;
 use crate::score_mod::Alibi;
-use crate::{DescaleForm, Descales, Dtype, Lengths, Mask, ScoreMod, Types};
+use crate::{DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, ScoreMod, Types};
 
 /// A problem as text.
 #[derive(Serialize, Deserialize)]
@@ -57,6 +57,8 @@ pub(super) struct Flat {
     sinks: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     program: Option<Interned>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dropout: Option<Dropout>,
 }
 
 impl TryFrom<Flat> for Problem {
@@ -89,7 +91,8 @@ impl TryFrom<Flat> for Problem {
                 .with_softcap(flat.softcap)
                 .with_alibi(flat.alibi)
                 .with_sinks(flat.sinks)
-                .with_program(flat.program),
+                .with_program(flat.program)
+                .with_dropout(flat.dropout),
         ))
     }
 }
@@ -135,6 +138,7 @@ impl From<Problem> for Flat {
             alibi: score.alibi,
             sinks: score.sinks,
             program: score.program,
+            dropout: score.dropout,
         }
     }
 }
@@ -172,8 +176,16 @@ mod tests {
             Types::fp8(Dtype::Bf16),
         ];
         let latent = other.with_head_dims(576, 512).with_latent(true);
+        let dropout = Dropout::new(0.1, u64::MAX, 1 << 60).unwrap();
+        let dropped = other.with_score(dropout.of(other.score).unwrap());
+        assert!(
+            json(&dropped)
+                .contains(r#""dropout":{"p":0.1,"seed":18446744073709551615,"offset":1152921504606846976}"#)
+        );
         assert!(json(&latent).contains(r#""head_dim_v":512,"latent":true,"mask""#));
-        for problem in [base, other, latent].into_iter().chain(named.map(|types| base.with_types(types))) {
+        for problem in
+            [base, other, latent, dropped].into_iter().chain(named.map(|types| base.with_types(types)))
+        {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }

@@ -10,11 +10,15 @@ use super::affine::ScoreClass;
 use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
 use super::cuda_tiles::tile_state;
 use super::node::{Const, Node, NodeId};
-use super::types::Element;
+use super::types::{Element, Var};
 use super::whole::Program;
+use crate::Dropout;
 
 /// The name under which units include a program's header.
 pub const HEADER: &str = "mods.cuh";
+
+/// What the header of a program with weights has, by which device code knows them.
+pub const WEIGHTS: &str = "struct Weights {};";
 
 /// The part of an address that is made at a lower rate than its load: `o7_row`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,6 +59,7 @@ impl Program {
         functions.extend(self.mask().map(|node| ("mask".to_owned(), node)));
         functions.extend(self.score().map(|node| ("score".to_owned(), node)));
         functions.extend(self.slope().map(|node| ("slope".to_owned(), node)));
+        functions.extend(self.weight().map(|node| ("weight".to_owned(), node)));
         match self.class() {
             Some(ScoreClass::Additive { addend }) => functions.push(("addend".to_owned(), addend)),
             Some(ScoreClass::Affine { gain, addend }) => {
@@ -140,6 +145,12 @@ impl Printer<'_> {
         for (name, value) in flags {
             let _ = writeln!(self.text, "    static constexpr bool {name} = {value};");
         }
+        if program.weight().is_some() {
+            let _ = writeln!(self.text, "    {WEIGHTS}");
+        }
+        if self.kept_bits().is_some() {
+            self.text.push_str("    struct WeightsByBits {};\n");
+        }
         let _ = writeln!(self.text, "    static constexpr int kGradients = {};\n", program.gradients().len());
         self.text.push_str("    const ProgramParams& params;\n    int b, h, hk, sq, sk, off;\n");
         self.fields(Rate::Tile, "    ");
@@ -173,6 +184,7 @@ impl Printer<'_> {
         for (name, ty, takes, result) in [
             ("mask", "bool", "", "true"),
             ("score", "float", "float s, ", "s"),
+            ("weight", "float", "", "1.f"),
             ("slope", "float", "float, ", "1.f"),
             ("gain", "float", "", "1.f"),
             ("addend", "float", "", "0.f"),
@@ -185,8 +197,56 @@ impl Printer<'_> {
                 );
             }
         }
+        self.weights_by_bits();
         self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
+    }
+
+    /// Of weights that dropout's bits choose: the load of a bit, and the two weights.
+    fn kept_bits(&self) -> Option<(NodeId, usize, [NodeId; 2])> {
+        let Node::Select(kept, yes, no) = self.node(self.program.weight()?) else { return None };
+        let Node::Load(array, indices) = self.node(kept) else { return None };
+        let array = usize::from(array);
+        let mut others = indices.into_iter().flatten();
+        let last = others.next_back()?;
+        let is_own = self.program.arrays()[array].name == Dropout::BITS
+            && self.program.arrays()[array].element == Element::Bits
+            && self.node(last) == Node::Var(Var::K)
+            && others.all(|index| matches!(self.rate(index), Rate::Tile | Rate::Row))
+            && self.rate(kept) == Rate::Pair
+            && [yes, no].into_iter().all(|weight| self.is_inline(weight));
+        is_own.then_some((kept, array, [yes, no]))
+    }
+
+    /// What reads several of the bits at a time.
+    fn weights_by_bits(&mut self) {
+        let (bits, weight_of) = match self.kept_bits() {
+            None => (
+                "(const Row&, int) const { return 0; }".to_owned(),
+                "(bool) const { return 1.f; }".to_owned(),
+            ),
+            Some((load, array, weights)) => {
+                let axis = self.program.arrays()[array].rank - 1;
+                let mut offsets: Vec<String> = self
+                    .parts
+                    .iter()
+                    .filter(|part| part.load == load && part.rate != Rate::Column)
+                    .map(|part| format!("{}o{}_{}", owner(part.rate), load.index(), suffix(part.rate)))
+                    .collect();
+                offsets.push(format!("word_offset<{axis}>(params.arrays[{array}], k)"));
+                let [yes, no] = weights.map(|weight| self.value(weight, Rate::Pair));
+                (
+                    format!(
+                        "(const Row& row, int k) const {{\n        return load_word(params.arrays[{array}], {}) >> \
+                         bit_index<{axis}>(params.arrays[{array}], k);\n    }}",
+                        offsets.join(" + ")
+                    ),
+                    format!("(bool kept) const {{ return kept ? {yes} : {no}; }}"),
+                )
+            }
+        };
+        let _ = writeln!(self.text, "\n    __device__ __forceinline__ u32 bits{bits}");
+        let _ = writeln!(self.text, "\n    __device__ __forceinline__ float weight_of{weight_of}");
     }
 
     fn fields(&mut self, rate: Rate, indent: &str) {
@@ -262,7 +322,7 @@ impl Printer<'_> {
     fn function(&mut self, name: &str, root: NodeId) {
         let rate = self.rate(root);
         let ty = cuda_type(self.program.ty(root));
-        let takes_score = !matches!(name, "mask" | "gain" | "addend");
+        let takes_score = !matches!(name, "mask" | "weight" | "gain" | "addend");
         let score = if takes_score { "float s, " } else { "" };
         let _ = writeln!(
             self.text,

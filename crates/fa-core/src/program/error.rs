@@ -146,11 +146,20 @@ pub enum ProgramProblem {
     /// An exponent that is not constant.
     #[error("the exponent of a power is a constant; write exp2(y * log2(x)) for others")]
     Exponent,
-    /// The score in a mask.
-    #[error("a mask cannot depend on the score `s`")]
-    ScoreInMask,
+    /// The score in a mask or in weights.
+    #[error("a {result} cannot depend on the score `s`")]
+    ScoreInMask {
+        /// `mask` or `weight`.
+        result: &'static str,
+    },
+    /// An array whose gradient is wanted in the weights.
+    #[error("array `{name}` with `grad` in a weight: gradients are those of scores, leave `grad` out")]
+    GradientInWeight {
+        /// The array.
+        name: String,
+    },
     /// No mask and no score.
-    #[error("a program ends in an expression, or sets `mask = ..;` or `score = ..;`")]
+    #[error("a program ends in an expression, or sets `mask = ..;`, `score = ..;` or `weight = ..;`")]
     NoResult,
     /// A result of another type.
     #[error("a {result} is {needed}, not {given}")]

@@ -295,6 +295,8 @@ pub struct Outcome {
     pub visible: bool,
     /// The modified score; `s` without one.
     pub score: f64,
+    /// What its probability is multiplied by; 1 without weights.
+    pub weight: f64,
     /// d score / d s.
     pub slope: f64,
     /// d score / d load, for each of [`Program::gradients`].
@@ -344,6 +346,7 @@ impl Program {
         Outcome {
             visible: self.mask().is_none_or(|mask| at(mask).truth()),
             score: self.score().map_or(point.s, |score| at(score).float()),
+            weight: self.weight().map_or(1.0, |weight| at(weight).float()),
             slope: self.slope().map_or(1.0, |slope| at(slope).float()),
             gradients: self.gradients().iter().map(|gradient| at(gradient.slope).float()).collect(),
         }
@@ -406,6 +409,11 @@ impl<'a> RowValues<'a> {
     /// What its score becomes.
     pub fn score(&self) -> f64 {
         self.program.score().map_or(self.point.s, |score| self.values[score.index()].float())
+    }
+
+    /// What its probability is multiplied by.
+    pub fn weight(&self) -> f64 {
+        self.program.weight().map_or(1.0, |weight| self.values[weight.index()].float())
     }
 
     /// The derivative of its score by `s`.

@@ -28,6 +28,7 @@ mod cuda;
 mod cuda_names;
 mod cuda_tiles;
 mod derive;
+mod dropped;
 mod error;
 mod eval;
 mod forms;
@@ -50,7 +51,7 @@ mod types;
 mod whole;
 
 pub use affine::ScoreClass;
-pub use cuda::HEADER;
+pub use cuda::{HEADER, WEIGHTS};
 pub use derive::Gradient;
 pub use error::{ProgramError, ProgramProblem};
 pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point, RowValues};

@@ -109,7 +109,7 @@ impl OwnedInputs {
     }
 
     /// Values for tests and timing: arrays as large as the indices of `problem` that read them ask for, and
-    /// of about normal numbers; integers up to the number of keys. `None` for a problem without a program.
+    /// of about normal numbers; integers up to the number of keys; the bits of the problem's dropout. `None` for a problem without a program.
     pub fn drawn(problem: &Problem, seed: u64) -> Option<OwnedInputs> {
         let program = problem.score.program?;
         let mut random = Random(seed ^ program.hash64());
@@ -125,7 +125,11 @@ impl OwnedInputs {
             Type::I32 | Type::Bool => Value::I32((1 + random.below(most / 3 + 1)) as i32),
         });
         let scalars = scalars.collect();
-        Some(OwnedInputs { arrays, scalars })
+        let mut inputs = OwnedInputs { arrays, scalars };
+        if let Some(dropout) = problem.score.dropout {
+            dropout.set(problem, &mut inputs);
+        }
+        Some(inputs)
     }
 }
 

@@ -11,7 +11,10 @@ use super::limits::{MAX_ARRAYS, MAX_NESTING, MAX_RANK, MAX_SCALARS};
 use super::node::{Binary, Const, NodeId, Unary};
 use super::syntax::{FUNCTIONS, Level, UNARY, above, is_reserved};
 use super::types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
-use super::whole::Program;
+use super::whole::{Program, Results};
+
+/// What programs may set.
+const RESULTS: [&str; 3] = ["mask", "score", "weight"];
 
 /// What a name stands for.
 #[derive(Clone, Copy)]
@@ -82,7 +85,7 @@ fn parse(text: &str) -> Result<Program, ProgramError> {
     let tokens = tokens(text)?;
     let graph = Graph::default();
     let mut parser =
-        Parser { text, tokens, at: 0, nesting: 0, graph, names: HashMap::new(), mask: None, score: None };
+        Parser { text, tokens, at: 0, nesting: 0, graph, names: HashMap::new(), results: Results::default() };
     parser.program()
 }
 
@@ -93,8 +96,7 @@ struct Parser<'a> {
     nesting: usize,
     graph: Graph,
     names: HashMap<String, Named>,
-    mask: Option<NodeId>,
-    score: Option<NodeId>,
+    results: Results,
 }
 
 type Parsed<T> = Result<T, ProgramError>;
@@ -116,43 +118,44 @@ impl Parser<'_> {
                 let value = self.expression(Level::Or)?;
                 self.names.insert(name, Named::Let(value));
                 self.end_of_statement()?;
-            } else if self.sets("mask") {
+            } else if let Some(result) = RESULTS.into_iter().find(|result| self.sets(result)) {
                 let value = self.expression(Level::Or)?;
-                self.result(value, Type::Bool, start)?;
-                self.end_of_statement()?;
-            } else if self.sets("score") {
-                let value = self.expression(Level::Or)?;
-                self.result(value, Type::F32, start)?;
+                self.result(result, value, start)?;
                 self.end_of_statement()?;
             } else {
                 let value = self.expression(Level::Or)?;
-                let ty = if self.graph.ty(value) == Type::Bool { Type::Bool } else { Type::F32 };
-                self.result(value, ty, start)?;
+                let result = if self.graph.ty(value) == Type::Bool { "mask" } else { "score" };
+                self.result(result, value, start)?;
                 self.takes_mark(";");
                 if *self.peek() != Token::End {
                     return Err(self.expected("an operator, or the end after the program's result"));
                 }
             }
         }
-        if self.mask.is_none() && self.score.is_none() {
+        let Results { mask, score, weight } = self.results;
+        if mask.or(score).or(weight).is_none() {
             return Err(self.error(ProgramProblem::NoResult, self.span()));
         }
         let all = 0..self.text.trim_end().len();
-        Program::new(&self.graph, self.mask, self.score).map_err(|problem| self.error(problem, all))
+        Program::new(&self.graph, self.results).map_err(|problem| self.error(problem, all))
     }
 
-    fn result(&mut self, value: NodeId, needed: Type, start: usize) -> Parsed<()> {
+    fn result(&mut self, result: &'static str, value: NodeId, start: usize) -> Parsed<()> {
         let span = start..self.end();
-        let result = if needed == Type::Bool { "mask" } else { "score" };
+        let needed = if result == "mask" { Type::Bool } else { Type::F32 };
         let value = if needed == Type::F32 { self.promoted(value, &span)? } else { value };
         let given = self.graph.ty(value);
         if given != needed {
             return Err(self.error(ProgramProblem::ResultType { result, needed, given }, span));
         }
-        if needed == Type::Bool && self.graph.deps[value.index()].has(Deps::SCORE) {
-            return Err(self.error(ProgramProblem::ScoreInMask, span));
+        if result != "score" && self.graph.deps[value.index()].has(Deps::SCORE) {
+            return Err(self.error(ProgramProblem::ScoreInMask { result }, span));
         }
-        let place = if needed == Type::Bool { &mut self.mask } else { &mut self.score };
+        let place = match result {
+            "mask" => &mut self.results.mask,
+            "score" => &mut self.results.score,
+            _ => &mut self.results.weight,
+        };
         if place.replace(value).is_some() {
             return Err(self.error(ProgramProblem::SetTwice(result), span));
         }

@@ -6,12 +6,14 @@ use super::graph::Graph;
 use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::syntax::{Level, above, is_reserved};
 use super::types::Type;
+use super::whole::Results;
 
 /// Declarations, a `let` for each operation that is used more than once, and the results.
-pub(super) fn text(graph: &Graph, mask: Option<NodeId>, score: Option<NodeId>) -> String {
+pub(super) fn text(graph: &Graph, results: &Results) -> String {
+    let results = [("mask", results.mask), ("score", results.score), ("weight", results.weight)];
     let mut uses = vec![0; graph.nodes.len()];
     let operands = graph.nodes.iter().flat_map(|&node| node.operands());
-    for x in operands.chain(mask).chain(score) {
+    for x in operands.chain(results.into_iter().filter_map(|(_, node)| node)) {
         uses[x.index()] += 1;
     }
     let mut text = String::new();
@@ -41,7 +43,7 @@ pub(super) fn text(graph: &Graph, mask: Option<NodeId>, score: Option<NodeId>) -
             printer.shown.push((expression, level));
         }
     }
-    for (result, node) in [("mask", mask), ("score", score)] {
+    for (result, node) in results {
         if let Some(node) = node {
             let _ = writeln!(text, "{result} = {};", printer.shown[node.index()].0);
         }

@@ -1,4 +1,4 @@
-//! Programs that need no text of the user's: masks by rows, by bits and by chunks, and biases.
+//! Programs that need no text of the user's: masks by rows, by bits and by chunks, biases, and dropout.
 //!
 //! Their arrays are broadcast over what has an axis of 1. Their names begin with `fa_`, so that a program of
 //! the user's joins them ([`Program::with`]).
@@ -7,7 +7,7 @@ use super::error::ProgramError;
 use super::types::Element;
 use super::whole::Program;
 
-/// A mask or a bias whose values are arrays and scalars of the call.
+/// A mask, a bias or dropout, whose values are arrays and scalars of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Standard {
     /// Each query sees an interval of keys: from `fa_begin` up to `fa_end`, i32 `[batch, heads, queries]`.
@@ -25,6 +25,9 @@ pub enum Standard {
         /// Whether its gradient is wanted.
         gradient: bool,
     },
+    /// Probabilities whose bit in `fa_kept`, bits `[batch, heads, queries, keys]`, is set are multiplied by
+    /// `fa_kept_factor` (f32), the others are dropped ([`crate::Dropout`]).
+    Dropout,
 }
 
 /// The element type of a bias.
@@ -67,6 +70,9 @@ impl Standard {
                 let (element, gradient) = (element.element().name(), if gradient { " grad" } else { "" });
                 format!("array fa_bias: {element}[_, _, _, _]{gradient};\nscore = s + fa_bias[b, h, q, k];")
             }
+            Standard::Dropout => "array fa_kept: bits[_, _, _, _]; scalar fa_kept_factor: f32;\nweight = \
+                                  select(fa_kept[b, h, q, k], fa_kept_factor, 0.0);"
+                .to_owned(),
         }
     }
 

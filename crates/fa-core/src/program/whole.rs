@@ -12,7 +12,8 @@ use super::ops::Value;
 use super::print;
 use super::types::{ArrayDecl, Deps, ScalarDecl, Type, Var};
 
-/// A mask, a modification of scores, or both. Equal if the canonical texts are.
+/// A mask, a modification of scores, weights of probabilities, or several of these. Equal if the canonical
+/// texts are.
 #[derive(Clone)]
 pub struct Program {
     pub(super) graph: Graph,
@@ -20,6 +21,7 @@ pub struct Program {
     own: usize,
     mask: Option<NodeId>,
     score: Option<NodeId>,
+    weight: Option<NodeId>,
     slope: Option<NodeId>,
     class: Option<ScoreClass>,
     gradients: Vec<Gradient>,
@@ -27,9 +29,17 @@ pub struct Program {
     hash: u64,
 }
 
+/// The nodes that are a program's results.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Results {
+    pub(super) mask: Option<NodeId>,
+    pub(super) score: Option<NodeId>,
+    pub(super) weight: Option<NodeId>,
+}
+
 impl Program {
-    /// Both programs in one: the mask is where both are true, the score of `other` takes that of `self`. An
-    /// array or scalar that both name is one.
+    /// Both programs in one: the mask is where both are true, the score of `other` takes that of `self`, and
+    /// weights are multiplied. An array or scalar that both name is one.
     ///
     /// # Errors
     /// [`ProgramProblem::Conflict`] where they declare a name differently, and the limits.
@@ -82,6 +92,12 @@ impl Program {
         self.score
     }
 
+    /// What probabilities are multiplied by once the softmax has normalised them, as dropout does; `None` where
+    /// the program leaves them as they are.
+    pub fn weight(&self) -> Option<NodeId> {
+        self.weight
+    }
+
     /// d score / d s; `None` where the program leaves scores as they are.
     pub fn slope(&self) -> Option<NodeId> {
         self.slope
@@ -110,22 +126,24 @@ impl Program {
     /// The program of these results: nodes that nothing uses left out, in one order.
     pub(super) fn new(
         graph: &Graph,
-        mask: Option<NodeId>,
-        score: Option<NodeId>,
+        Results { mask, score, weight }: Results,
     ) -> Result<Program, ProgramProblem> {
         let mut graph = graph.clone();
         let (mask, score) = hidden(&mut graph, mask, score)?;
-        let (mut graph, [mask, score]) = canonical(&graph, [mask, score])?;
+        let (mut graph, [mask, score, weight]) = canonical(&graph, [mask, score, weight])?;
         let own = graph.nodes.len();
         limit("nodes", MAX_NODES, own)?;
-        let text = print::text(&graph, mask, score);
+        let text = print::text(&graph, &Results { mask, score, weight });
+        if let Some(weight) = weight {
+            refuse_gradients(&graph, weight)?;
+        }
         let derived = score.map(|score| derive::derivatives(&mut graph, score)).transpose()?;
         let (slope, gradients) =
             derived.map_or((None, Vec::new()), |(slope, gradients)| (Some(slope), gradients));
         let class = score.map(|score| affine::class(&mut graph, score)).transpose()?;
         graph.finish();
         let hash = graph::fnv(text.as_bytes());
-        Ok(Program { graph, own, mask, score, slope, class, gradients, text, hash })
+        Ok(Program { graph, own, mask, score, weight, slope, class, gradients, text, hash })
     }
 
     fn joined(&self, other: &Program) -> Result<Program, ProgramProblem> {
@@ -152,22 +170,40 @@ impl Program {
         limit("arrays", MAX_ARRAYS, graph.arrays.len())?;
         limit("scalars", MAX_SCALARS, graph.scalars.len())?;
         let s = graph.var(Var::S)?;
-        let (first_mask, first_score) = copied(self, &mut graph, s)?;
-        let (second_mask, second_score) = copied(other, &mut graph, first_score.unwrap_or(s))?;
-        let mask = match (first_mask, second_mask) {
-            (Some(a), Some(b)) => Some(graph.binary(Binary::And, a, b)?),
-            (a, b) => a.or(b),
+        let first = copied(self, &mut graph, s)?;
+        let second = copied(other, &mut graph, first.score.unwrap_or(s))?;
+        let mut both = |op, a: Option<NodeId>, b: Option<NodeId>| match (a, b) {
+            (Some(a), Some(b)) => graph.binary(op, a, b).map(Some),
+            (a, b) => Ok(a.or(b)),
         };
-        Program::new(&graph, mask, second_score.or(first_score))
+        let mask = both(Binary::And, first.mask, second.mask)?;
+        let weight = both(Binary::Mul, first.weight, second.weight)?;
+        Program::new(&graph, Results { mask, score: second.score.or(first.score), weight })
     }
 }
 
+/// Weights have no derivatives: an array that they read and that wants a gradient would miss a part of it.
+fn refuse_gradients(graph: &Graph, weight: NodeId) -> Result<(), ProgramProblem> {
+    let mut needed = vec![false; weight.index() + 1];
+    needed[weight.index()] = true;
+    for index in (0..needed.len()).rev() {
+        if !needed[index] {
+            continue;
+        }
+        let node = graph.nodes[index];
+        if let Node::Load(array, _) = node
+            && let decl = &graph.arrays[usize::from(array)]
+            && decl.gradient
+        {
+            return Err(ProgramProblem::GradientInWeight { name: decl.name.clone() });
+        }
+        node.operands().for_each(|operand| needed[operand.index()] = true);
+    }
+    Ok(())
+}
+
 /// `program`'s own nodes in `graph`, whose arrays and scalars include its own, with `s` as the score.
-fn copied(
-    program: &Program,
-    graph: &mut Graph,
-    s: NodeId,
-) -> Result<(Option<NodeId>, Option<NodeId>), ProgramProblem> {
+fn copied(program: &Program, graph: &mut Graph, s: NodeId) -> Result<Results, ProgramProblem> {
     let mut places: Vec<NodeId> = Vec::with_capacity(program.own);
     for &node in &program.graph.nodes[..program.own] {
         let at = |x: NodeId| places[x.index()];
@@ -192,7 +228,7 @@ fn copied(
         });
     }
     let at = |x: NodeId| places[x.index()];
-    Ok((program.mask.map(at), program.score.map(at)))
+    Ok(Results { mask: program.mask.map(at), score: program.score.map(at), weight: program.weight.map(at) })
 }
 
 /// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A

@@ -2,7 +2,7 @@
 
 use fa_core::program::{
     ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, RowValues,
-    ScoreClass, Standard, Value,
+    ScoreClass, Standard, Type, Value,
 };
 
 use crate::random::{Random, random_program};
@@ -197,6 +197,22 @@ fn standard_programs_join_those_of_users() {
         let program = standard.program().unwrap();
         assert_eq!((program.arrays().len(), program.mask().is_some()), (arrays, is_mask), "{standard:?}");
         assert_eq!(program.arrays().iter().any(|array| array.gradient), standard == bias);
+    }
+    let dropout = Standard::Dropout.program().unwrap();
+    assert!(dropout.weight().is_some() && dropout.mask().is_none() && dropout.score().is_none());
+    let twice = parsed("array w: f32[_]; weight = w[k];").with(&dropout).unwrap();
+    let expected = "array fa_kept: bits[_, _, _, _]; array w: f32[_]; scalar fa_kept_factor: f32;
+                    weight = w[k] * select(fa_kept[b, h, q, k], fa_kept_factor, 0.0);";
+    assert_eq!(twice, parsed(expected));
+    for (text, problem) in [
+        ("weight = s;", ProgramProblem::ScoreInMask { result: "weight" }),
+        ("array w: f32[_] grad; weight = w[k];", ProgramProblem::GradientInWeight { name: "w".to_owned() }),
+        (
+            "weight = q < k;",
+            ProgramProblem::ResultType { result: "weight", needed: Type::F32, given: Type::Bool },
+        ),
+    ] {
+        assert_eq!(Program::parse(text).unwrap_err().problem, problem);
     }
     let own = parsed("scalar c: f32; mask = k <= q; score = c * tanh(s / c)");
     let joined =

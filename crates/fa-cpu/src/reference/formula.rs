@@ -76,6 +76,11 @@ impl<R: Real> Row<R> {
         self.own.slopes.get(j - self.keys.start).copied().unwrap_or(R::ONE)
     }
 
+    /// What the probability of key `j` is multiplied by.
+    fn weight(&self, j: usize) -> R {
+        self.own.weights.get(j - self.keys.start).copied().unwrap_or(R::ONE)
+    }
+
     /// The magnitude of the score that the program makes; 0 without one.
     fn changed(&self, j: usize) -> R {
         let score = self.own.scores.get(j - self.keys.start).copied().unwrap_or(R::ZERO);
@@ -387,7 +392,7 @@ impl<'a, R: Real> Head<'a, R> {
         for block in key_blocks(rows.iter().map(|row| &row.keys)) {
             for (row, out) in rows.iter().zip(out.chunks_mut(dim)) {
                 for j in within(&row.keys, &block).filter(|&j| !row.hides(j)) {
-                    let exp = row.exps[j - row.keys.start];
+                    let exp = row.exps[j - row.keys.start] * row.weight(j);
                     add_scaled(out, (self.round)(exp * held), self.v(j));
                 }
             }
@@ -415,7 +420,7 @@ impl<'a, R: Real> Head<'a, R> {
                     let slope = abs(row.slope(j)).max(R::ONE);
                     let norm = slope * q.norm[i];
                     let roundings = self.exp_roundings(norm, k.norm[j], self.distance(i, j), row.lse);
-                    exp / row.sum * (roundings + row.changed(j)) * v.largest[j]
+                    exp * abs(row.weight(j)) / row.sum * (roundings + row.changed(j)) * v.largest[j]
                 });
                 lse.push(row.lse);
                 out_terms.push(terms.fold(R::ZERO, |sum, term| sum + term));
@@ -471,19 +476,21 @@ impl<'a, R: Real> Head<'a, R> {
                     for j in within(keys, &block).filter(|&j| !softmax.hides(j)) {
                         let (score, exp) = (scores[j - keys.start], exps[j - keys.start]);
                         let p = exp / *sum;
-                        let dp = dot(dout, self.v(j));
+                        let weight = softmax.weight(j);
+                        let dp = dot(dout, self.v(j)) * weight;
                         let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
                         let slope = softmax.slope(j);
                         let ds = (self.round)(p * (dp - p_dp) * (R::ONE - tanh * tanh) * slope);
                         add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
                         add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
-                        add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p), dout);
+                        add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p * weight), dout);
 
                         let distance = self.distance(i, j);
                         let norm = abs(slope).max(R::ONE) * q_norms.norm[i];
                         let roundings = self.exp_roundings(norm, k_norms.norm[j], distance, *lse);
                         let roundings = roundings + softmax.changed(j);
-                        let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
+                        let weight = abs(weight);
+                        let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] * weight + out_norm);
                         let dp_terms = dp_terms + abs(self.dlse(i, softmax));
                         let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms);
                         if let Some(program) = &self.program {
@@ -493,7 +500,7 @@ impl<'a, R: Real> Head<'a, R> {
                         let ds_terms = ds_terms * abs(slope) * abs(self.scale);
                         dq_terms[i] += ds_terms * k_norms.largest[j];
                         dk_terms[j] += ds_terms * q_norms.largest[i];
-                        dv_terms[j] += p * roundings * dout_norms.largest[i];
+                        dv_terms[j] += p * weight * roundings * dout_norms.largest[i];
                     }
                 }
             }

@@ -7,14 +7,14 @@
 //!                                           cap(s) = softcap * tanh(s / softcap), or s; without ALiBi 0
 //! LSE_i = ln (sum_j exp(S_ij) + exp(sink))  without the last term where there is no sink
 //! P_ij  = exp(S_ij - LSE_i)
-//! O_i   = sum_j P_ij V_j
+//! O_i   = sum_j w_ij P_ij V_j                              w: a program's weights, or 1
 //!
-//! dP_ij = dO_i . V_j
+//! dP_ij = w_ij dO_i . V_j
 //! dS_ij = P_ij (dP_ij - D_i) * cap'                         cap' = 1 - tanh(s / softcap)^2, or 1
 //! D_i   = sum_j P_ij dP_ij - dLSE_i         the last term where LSE has a gradient
 //! dQ_i  = scale * sum_j dS_ij K_j
 //! dK_j  = scale * sum_i dS_ij Q_i           summed over the query heads that share the K/V head
-//! dV_j  = sum_i P_ij dO_i                   likewise
+//! dV_j  = sum_i w_ij P_ij dO_i                   likewise
 //! dsink = -sum_i exp(sink - LSE_i) D_i      for each query head, over all sequences
 //! ```
 //!

@@ -24,11 +24,14 @@ pub(super) struct OwnRow<R> {
     pub scores: Vec<R>,
     /// Their derivatives by the scores.
     pub slopes: Vec<R>,
+    /// What their probabilities are multiplied by.
+    pub weights: Vec<R>,
 }
 
 impl<R> OwnRow<R> {
     /// Without a program.
-    pub(super) const NONE: OwnRow<R> = OwnRow { hidden: vec![], scores: vec![], slopes: vec![] };
+    pub(super) const NONE: OwnRow<R> =
+        OwnRow { hidden: vec![], scores: vec![], slopes: vec![], weights: vec![] };
 }
 
 /// Gradients of arrays by the places of their elements, in the order of a packed array.
@@ -67,6 +70,7 @@ impl<'a> OwnProgram<'a> {
             row.hidden.push(!found.visible() || changed == R::NEG_INFINITY);
             row.scores.push(changed);
             row.slopes.push(R::from_f64(found.slope()));
+            row.weights.push(R::from_f64(found.weight()));
         }
         row
     }

@@ -286,6 +286,9 @@ impl<T: Element + Factor> Job<'_, T> {
         }
         let hiding = own.is_some() || !band.sees_all(queries, keys);
         product(dp, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
+        if let Some(own) = &own {
+            own.weigh(&own_tile, ds);
+        }
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
@@ -306,6 +309,7 @@ impl<T: Element + Factor> Job<'_, T> {
 
         if let Some(own) = &mut own {
             own.differentiate(&own_tile, ds, sums);
+            own.weigh(&own_tile, s);
         }
 
         // 0 times a non-finite value is NaN as well: where a tile is masked in part, such rows of Q, dO and K

@@ -183,11 +183,11 @@ impl<'a, T: Element> Job<'a, T> {
                     kernels.alibi(shape, s, bias);
                 }
                 let mut hiding = !band.sees_all(&queries, &keys);
-                let own = own.as_mut().filter(|own| own.evaluates(state));
-                let hidden = own.map_or(&[][..], |own| {
+                let mut own = own.as_mut().filter(|own| own.evaluates(state));
+                if let Some(own) = &mut own {
                     own.apply(&own_tile, state, s);
-                    &own.hidden
-                });
+                }
+                let hidden = own.as_ref().map_or(&[][..], |own| &own.hidden);
                 for (s, &hidden) in s.iter_mut().zip(hidden) {
                     *s = if hidden { f32::NEG_INFINITY } else { *s };
                 }
@@ -196,6 +196,9 @@ impl<'a, T: Element> Job<'a, T> {
                 }
                 hiding |= !hidden.is_empty();
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);
+                if let Some(own) = &own {
+                    own.weigh(&own_tile, s);
+                }
                 let mut init = match (panel.started, rescale) {
                     (false, _) => Init::Zero,
                     (true, false) => Init::Add,

@@ -29,6 +29,8 @@ pub(super) struct OwnTiles<'a> {
     pub hidden: Vec<bool>,
     /// Likewise, of a backward: the derivatives of the scores by what the program takes.
     pub slopes: Vec<f32>,
+    /// Likewise, where there are weights: what probabilities are multiplied by.
+    weights: Vec<f32>,
     /// Likewise, with gradients of arrays: what the program takes.
     taken: Vec<f32>,
 }
@@ -53,6 +55,7 @@ impl<'a> OwnTiles<'a> {
         let (program, inputs) = batch.program()?;
         let program = program.get();
         let slope = program.slope().filter(|_| differentiates);
+        let weight = program.weight();
         let gradients = if differentiates { program.gradients() } else { &[] };
         let indices = |gradient: &Gradient| program.nodes()[gradient.load.index()].operands();
         Some(OwnTiles {
@@ -62,8 +65,11 @@ impl<'a> OwnTiles<'a> {
             differentiates,
             program,
             lanes: Lanes::new(program, inputs, width),
-            partial: Steps::of(program, [program.mask(), program.score(), slope].into_iter().flatten()),
-            full: Steps::of(program, [program.score(), slope].into_iter().flatten()),
+            partial: Steps::of(
+                program,
+                [program.mask(), program.score(), slope, weight].into_iter().flatten(),
+            ),
+            full: Steps::of(program, [program.score(), slope, weight].into_iter().flatten()),
             gradients: Steps::of(
                 program,
                 gradients.iter().flat_map(|gradient| indices(gradient).chain([gradient.slope])),
@@ -71,6 +77,7 @@ impl<'a> OwnTiles<'a> {
             width,
             hidden: vec![],
             slopes: vec![],
+            weights: vec![],
             taken: vec![],
         })
     }
@@ -97,11 +104,24 @@ impl<'a> OwnTiles<'a> {
 
     /// Whether the program is evaluated in a tile.
     pub(super) fn evaluates(&self, state: TileState) -> bool {
-        state == TileState::Partial || self.changes()
+        state == TileState::Partial || self.changes() || self.weighs()
     }
 
-    /// What the tile's scores, keys down and queries across, become in base 2; and `hidden` and `slopes` of
-    /// it.
+    /// Whether probabilities have weights.
+    fn weighs(&self) -> bool {
+        self.program.weight().is_some()
+    }
+
+    /// Multiplies the probabilities of the tile, or their gradients, by the weights.
+    pub(super) fn weigh(&self, tile: &OwnTile<'_>, of: &mut [f32]) {
+        if self.weighs() {
+            let weights = self.weights.iter().take(tile.keys.len() * self.width);
+            of.iter_mut().zip(weights).for_each(|(value, weight)| *value *= weight);
+        }
+    }
+
+    /// What the tile's scores, keys down and queries across, become in base 2; and `hidden`, `slopes` and
+    /// weights of it.
     pub(super) fn apply(&mut self, tile: &OwnTile<'_>, state: TileState, s: &mut [f32]) {
         let (queries, width) = (tile.queries.len(), self.width);
         let mask = self.program.mask().filter(|_| state == TileState::Partial);
@@ -115,6 +135,10 @@ impl<'a> OwnTiles<'a> {
             self.taken.extend_from_slice(&s[..len]);
         }
         self.slopes.resize(self.slopes.len().max(len), 1.0);
+        if self.weighs() {
+            self.weights.clear();
+            self.weights.resize(len, 1.0);
+        }
         let mut at = self.point(tile);
         at.q = at.q.wrapping_add(tile.queries.start as i32);
         self.lanes.enter(steps, at);
@@ -132,6 +156,9 @@ impl<'a> OwnTiles<'a> {
                     *s = exponent(score);
                     *hidden |= score == f32::NEG_INFINITY;
                 }
+            }
+            if let Some(weight) = self.program.weight() {
+                self.weights[place.clone()].copy_from_slice(&self.lanes.numbers(weight)[..queries]);
             }
             if let Some(slope) = slope.filter(|_| self.differentiates) {
                 self.slopes[place].copy_from_slice(&self.lanes.numbers(slope)[..queries]);

@@ -25,6 +25,7 @@ macro_rules! in_dtype {
 mod append;
 mod cases;
 mod codes;
+mod dropout;
 mod extremes;
 mod files;
 mod fp8;

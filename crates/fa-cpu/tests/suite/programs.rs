@@ -40,6 +40,10 @@ fn programs() -> Vec<(String, Mask)> {
         (own("array w: f32[_] grad; score = s * w[h] - 0.0625 * f32(abs(q + off - k));"), Mask::CAUSAL),
         (own("array t: f32[_, _] grad; mask = k % 3 != 1; score = s + t[hk, k];"), Mask::FULL),
         (own("array t: f32[_, _] grad; score = s + t[h, min(max(q + off - k, 0), 7)];"), Mask::FULL),
+        (
+            own("array t: f32[_, _] grad; score = s + t[h, k]; weight = select((q + k) % 3 == h, 0.0, 1.5);"),
+            Mask::FULL,
+        ),
     ]
 }
 
@@ -84,7 +88,7 @@ fn tiled<T: Element>(problem: &Problem, arguments: &Arguments<'_>, inputs: &Inpu
 }
 
 /// The tiled path against the oracle, by the tolerance rule; rows of no sequence stay NaN in both.
-fn check<T: Element + std::fmt::Debug>(problem: &Problem, owned: &OwnedExtras, seed: u64) {
+pub(crate) fn check<T: Element + std::fmt::Debug>(problem: &Problem, owned: &OwnedExtras, seed: u64) {
     let plain = problem.with_score(ScoreMod::NONE);
     let inputs = inputs::<T>(&plain, &owned.view(), seed);
     let program = problem.score.program.unwrap();

@@ -8,6 +8,7 @@ mod append;
 mod codes;
 mod deterministic;
 mod drawn;
+mod dropout;
 mod faults;
 mod fp8;
 mod merge;

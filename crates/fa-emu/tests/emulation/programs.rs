@@ -57,7 +57,7 @@ fn cases(spec: &KernelSpec) -> Vec<Case> {
 }
 
 /// A kernel under a program, on short cases, with what is wrong.
-fn faults(spec: &KernelSpec, trials: &Trials) -> Vec<String> {
+pub(crate) fn faults(spec: &KernelSpec, trials: &Trials) -> Vec<String> {
     let unit =
         emulator().unit(spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|e| panic!("{spec}: {e}"));
     let verdict = sweep(&unit, &cases(spec), &[2], trials).unwrap();

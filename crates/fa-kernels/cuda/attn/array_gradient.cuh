@@ -200,8 +200,10 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                                 if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
                                 const float exponent = mods.score(product, row, column) * kLog2e;
                                 const float p = sees ? probability(exponent, lse[r]) : 0.f;
+                                float of_p = dp[f][i];
+                                if constexpr (weighs()) of_p *= mods.weight(row, column);
                                 const float ds =
-                                    p * (dp[f][i] - dpsum[r]) * Slope::of(mods, product, row, column);
+                                    p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
                                 sums[f][i] += p == 0.f ? 0.f : ds;
                             });
                     }

@@ -48,6 +48,10 @@ __device__ __forceinline__ int load_u8(const ProgramArray& array, i64 offset) {
 __device__ __forceinline__ bool load_bool(const ProgramArray& array, i64 offset) {
     return static_cast<const u8*>(array.data)[offset] != 0;
 }
+// A word of bits.
+__device__ __forceinline__ u32 load_word(const ProgramArray& array, i64 offset) {
+    return static_cast<const u32*>(array.data)[offset];
+}
 __device__ __forceinline__ bool load_bit(const ProgramArray& array, i64 offset, int bit) {
     return (static_cast<const u32*>(array.data)[offset] >> bit & 1) != 0;
 }

@@ -1,5 +1,6 @@
-// Masks and changes of scores of the caller's own. The unit of a kernel that has them defines FA_PROGRAMS and
-// includes the generated mods.cuh first, whose struct Mods is the program. All other kernels have none.
+// Masks, changes of scores and weights of probabilities of the caller's own. The unit of a kernel that has
+// them defines FA_PROGRAMS and includes the generated mods.cuh first, whose struct Mods is the program. All
+// other kernels have none.
 #pragma once
 #include "config.cuh"
 #include "program_params.cuh"
@@ -19,6 +20,9 @@ struct Mods {
     __device__ __forceinline__ Column column(int) const { return {}; }
     __device__ __forceinline__ bool mask(const Row&, const Column&) const { return true; }
     __device__ __forceinline__ float score(float s, const Row&, const Column&) const { return s; }
+    __device__ __forceinline__ float weight(const Row&, const Column&) const { return 1.f; }
+    __device__ __forceinline__ u32 bits(const Row&, int) const { return 0; }
+    __device__ __forceinline__ float weight_of(bool) const { return 1.f; }
     __device__ __forceinline__ float slope(float, const Row&, const Column&) const { return 1.f; }
 };
 #endif
@@ -26,6 +30,23 @@ struct Mods {
 // Of masks, of changes of scores, and of those whose derivative by the score is not 1.
 constexpr bool kMaskProgram = Mods::kMask, kScoreProgram = Mods::kScore;
 constexpr bool kScoreSlope = Mods::kScore && !Mods::kAdditive;
+
+// Whether it has weights. Not a constant, which kernels without a program would hold.
+template <class M = Mods>
+constexpr bool weighs() {
+    if constexpr (requires { typename M::Weights; }) {
+        return true;
+    }
+    return false;
+}
+// Whether they are chosen by bits.
+template <class M = Mods>
+constexpr bool weighs_by_bits() {
+    if constexpr (requires { typename M::WeightsByBits; }) {
+        return true;
+    }
+    return false;
+}
 
 // A launch's parameters, with those of its program behind them.
 template <class Params>
@@ -109,6 +130,50 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
                                            s[i] = mods.mask(row, column) ? s[i] : minus_infinity();
                                        });
         }
+    }
+}
+
+// The same where weights are chosen by bits of the keys (dropout): 8 keys are read at a time. Tiles begin at
+// multiples of 8 keys.
+template <bool Transposed, int N>
+__device__ __forceinline__ void weigh_by_bits(float (&p)[N], const ProgramParams& programs,
+                                              const ScorePlace<Transposed>& place) {
+    const int first = place.key & ~7, own = place.key & 7;
+    const Mods mods = place.mods(programs, 0);
+    if constexpr (Transposed) {
+#pragma unroll
+        for (int c = 0; c < N / 2; ++c) {
+            const Mods::Row row = mods.row(place.query[0] + 8 * (c / 2) + c % 2);
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                p[4 * (c / 2) + 2 * r + c % 2] *=
+                    mods.weight_of((mods.bits(row, first + 8 * r) >> own & 1) != 0);
+        }
+    } else {
+        const Mods other = place.mods(programs, 1);
+        const Mods::Row rows[2] = {mods.row(place.query[0]), other.row(place.query[1])};
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const u32 upper = mods.bits(rows[0], first + 2 * i) >> own;
+            const u32 lower = other.bits(rows[1], first + 2 * i) >> own;
+            p[i] *= mods.weight_of((upper & 1) != 0);
+            p[i + 1] *= mods.weight_of((upper & 2) != 0);
+            p[i + 2] *= mods.weight_of((lower & 1) != 0);
+            p[i + 3] *= mods.weight_of((lower & 2) != 0);
+        }
+    }
+}
+
+// Multiplies normalised probabilities, or their gradients, by the program's weights.
+template <bool Transposed, int N, class Params>
+__device__ __forceinline__ void weigh(float (&p)[N], const Params& params,
+                                      const ScorePlace<Transposed>& place) {
+    const ProgramParams& programs = programs_of(params);
+    if constexpr (weighs_by_bits()) {
+        weigh_by_bits(p, programs, place);
+    } else {
+        place.template for_each<N>(programs, [&](int i, const auto& mods, const auto& row,
+                                                 const auto& column) { p[i] *= mods.weight(row, column); });
     }
 }
 

@@ -57,6 +57,18 @@ struct DsWarps : BwdGroup<C> {
         }
     }
 
+    // Weights dP, then subtracts dPsum.
+    __device__ __forceinline__ void subtract_weighed(typename CutS::Accumulators& dp, BwdStep step) const {
+        Stats dpsum;
+        this->read_stats(dpsum, this->dpsum_buffer(step), step);
+#pragma unroll
+        for (int f = 0; f < CutS::kFragments; ++f) {
+            weigh(dp[f], params, this->score_place(step, f));
+#pragma unroll
+            for (int i = 0; i < CutS::kRegisters; ++i) dp[f][i] -= dpsum[f][i >> 1 & 1];
+        }
+    }
+
     __device__ __forceinline__ void main_loop() const {
         auto step = [this] { return this->at(1); };
         typename CutDk::Accumulators dk;
@@ -70,11 +82,13 @@ struct DsWarps : BwdGroup<C> {
 #pragma unroll
                 for (int f = 0; f < CutS::kFragments; ++f) {
 #pragma unroll
-                    for (int i = 0; i < CutS::kRegisters; ++i) dp[f][i] = -dpsum[f][i >> 1 & 1];
+                    for (int i = 0; i < CutS::kRegisters; ++i)
+                        dp[f][i] = weighs() ? 0.f : -dpsum[f][i >> 1 & 1];
                 }
                 Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v,
                                         Base::kAheadA, 2>(dp, this->do_buffer(step()), this->buffer(smem.v),
                                                           step().m_block);
+                if constexpr (weighs()) subtract_weighed(dp, step());
                 if constexpr (L::kDqFirst > 0) named_barrier_sync(kBarrierDsRead, L::kThreads);
                 differentiate(dp, step());
             }

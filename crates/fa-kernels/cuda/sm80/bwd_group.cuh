@@ -3,6 +3,7 @@
 #pragma once
 #include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
+#include "attn/programs.cuh"
 #include "attn/query_range.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
@@ -207,6 +208,21 @@ struct BwdGroup {
             of[f][0] = load_shared_f32(rows + 4 * 16 * f);
             of[f][1] = load_shared_f32(rows + 4 * (16 * f + 8));
         }
+    }
+
+    // Fragment `f` of a step's S or dP, as programs see it.
+    __device__ __forceinline__ ScorePlace<false> score_place(BwdStep step, int f) const {
+        const Here place(step.m_block);
+        const int query =
+            block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
+        return {tile.batch,
+                queries(),
+                keys(),
+                keys() - queries(),
+                params.shape.group_size,
+                {step.head, step.head},
+                {query, query + 8},
+                tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4)};
     }
 
     // D += A B, divided among the group's warps.

@@ -140,7 +140,7 @@ struct alignas(8) BwdStep {
 
 // Whether dS is of P times the slope of what changes the scores.
 template <Sm80BwdConfig C>
-constexpr bool kSlopedP = C.softcap || kScoreSlope;
+constexpr bool kSlopedP = C.softcap || kScoreSlope || weighs();
 
 // ---- Shared memory ------------------------------------------------------------------------------
 

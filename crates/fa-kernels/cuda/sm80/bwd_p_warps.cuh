@@ -28,10 +28,19 @@ struct PWarps : BwdGroup<C> {
     // P as held in a register until it is stored. With a soft cap the register packs P and P times the cap's
     // derivative, 1 - share^2, each rounded. The dS warps could not recover the derivative from the rounded
     // P: where the cap saturates, the derivative is far below that rounding. A masked score has the share
-    // -inf and P 0. The same holds for the slope of a program.
-    __device__ __forceinline__ static float kept(float p, float share) {
-        if constexpr (!C.softcap) return p;
-        return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
+    // -inf and P 0. The same holds for the slope of a program. A program's weight is a factor of the first:
+    // dV has weighed probabilities, dS has not.
+    __device__ __forceinline__ static float kept(float p, float share, float weight) {
+        if constexpr (!kSlopedP<C>) return p;
+        const float sloped = C.softcap ? p * ScoreMod<C.softcap>::slope(share) : p;
+        return float_of_bits(pack<C.dtype>(weighs() ? p * weight : p, sloped));
+    }
+    // The weights of fragment `f` of a step.
+    __device__ __forceinline__ void read_weights(float (&weights)[CutS::kRegisters], BwdStep step,
+                                                 int f) const {
+#pragma unroll
+        for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
+        if constexpr (weighs()) weigh(weights, params, this->score_place(step, f));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (kSlopedP<C>) {
@@ -69,20 +78,12 @@ struct PWarps : BwdGroup<C> {
                 mask_tile(s[f], this->visible(), query_of, first_key);
             }
             if constexpr (kMaskProgram || kScoreProgram) {
-                const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
-                                  place.lane / 4;
-                const ScorePlace<false> scores{
-                    tile.batch,
-                    this->queries(),
-                    this->keys(),
-                    this->keys() - this->queries(),
-                    params.shape.group_size,
-                    {step.head, step.head},
-                    {query, query + 8},
-                    tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4)};
+                const auto scores = this->score_place(step, f);
                 change(s[f], scores, !this->is_full(step.m_block), masked, lse[f]);
                 if constexpr (kScoreProgram) continue;
             }
+            float weights[CutS::kRegisters];
+            read_weights(weights, step, f);
             if constexpr (C.alibi) {
                 float bias[CutS::kRegisters] = {};
                 const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
@@ -93,12 +94,13 @@ struct PWarps : BwdGroup<C> {
 #pragma unroll
                 for (int i = 0; i < CutS::kRegisters; ++i) {
                     const float exponent = fmaf(s[f][i], scale_log2, bias[i] - lse[f][i >> 1 & 1]);
-                    s[f][i] = kept(exp2_approx(exponent), s[f][i]);
+                    s[f][i] = kept(exp2_approx(exponent), s[f][i], weights[i]);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < CutS::kRegisters; ++i) {
-                    s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+                    s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i],
+                                   weights[i]);
                 }
             }
         }
@@ -113,10 +115,19 @@ struct PWarps : BwdGroup<C> {
         apply_programs(s, params, place, kLog2e, masks);
         if constexpr (kScoreProgram) {
             if (masked) mask_tile(s, this->visible(), [&](int r) { return place.query[r]; }, place.key);
+            float weights[CutS::kRegisters];
+#pragma unroll
+            for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
+            if constexpr (weighs()) weigh(weights, params, place);
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) {
                 const float p = probability(s[i], lse[i >> 1 & 1]);
-                s[i] = kScoreSlope ? float_of_bits(pack<C.dtype>(p, sloped(p, slopes[i]))) : p;
+                if constexpr (kSlopedP<C>) {
+                    const float own = kScoreSlope ? sloped(p, slopes[i]) : p;
+                    s[i] = float_of_bits(pack<C.dtype>(weighs() ? p * weights[i] : p, own));
+                } else {
+                    s[i] = p;
+                }
             }
         }
     }

@@ -228,16 +228,27 @@ struct VOperand {
 };
 
 // P, packed from the registers of S, which are in the order of an A operand (PTX ISA, mma.m16n8k16).
-template <Sm80FwdConfig C>
+// `weigh(p, fragment, step)` multiplies those of a step by a program's weights.
+template <Sm80FwdConfig C, class Weigh>
 struct POperand {
     using T = Traits<C>;
     static constexpr int kBlocks = T::kFragments;
     const float (&s)[T::kFragments][T::kWarpKeys / 2];
+    const Weigh& weigh;
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
+        if constexpr (weighs()) {
+            float p[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+            for (int i = 0; i < 8; ++i) p[i] = s[block][8 * step + i];
+            weigh(p, block, step);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) regs[i] = pack<C.dtype>(p[2 * i], p[2 * i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+        }
     }
 };
 
@@ -415,12 +426,21 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                                                                   stage_k(stage));
         }
     };
-    auto multiply_o = [&](int stage) {
+    auto multiply_o = [&](int stage, int place) {
         const sm80::Exponentials<C> exponentials{s, rows, scale};
-        const sm80::POperand<C> p{s};
         constexpr int kFirst = C.divide_keys ? T::kWarpKeys / 2 : 8;
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<kFirst>(s[f], 0, scale);
+        // Weights the probabilities of 16 keys of a fragment.
+        auto weigh_step = [&](float(&p)[8], int f, int step) {
+            const int thread = thread_index_volatile();
+            weigh(p, params,
+                  row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
+                                        first_row + sm80::own_row<C>(thread) + 16 * f,
+                                        blocks.at(place) * C.tile_n + sm80::own_key<C>(thread) + 16 * step +
+                                            2 * (thread % 4)));
+        };
+        const sm80::POperand<C, decltype(weigh_step)> p{s, weigh_step};
         if constexpr (C.divide_keys) {
             tiles.multiply_o(o, p, s, stage);
         } else {
@@ -496,7 +516,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
-        multiply_o(stage);
+        multiply_o(stage, n_block);
     };
     // Whether the warp's rows see no key of its part of tile `n_block`.
     auto hidden = [&](int n_block) {

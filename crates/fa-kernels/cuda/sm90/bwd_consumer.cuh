@@ -247,7 +247,7 @@ struct BwdConsumer {
                 for (int j = 0; j < 4; ++j) s[b][4 * i + j] = probability(s[b][4 * i + j], lse[j]);
             }
         }
-        pack_words(p_words, s);
+        pack_p(head, m_block);
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -256,9 +256,10 @@ struct BwdConsumer {
     }
 
     // Computes dS = P (dP - dPsum), overwriting dP.
-    __device__ __forceinline__ void differentiate(int m_block, float slope) {
+    __device__ __forceinline__ void differentiate(int head, int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
+            if constexpr (weighs()) weigh(dp[b], params, place_of(b, head, m_block));
             // P includes ALiBi's bias, which must be known to recover the capped score from it.
             float bias[S::kRegisters] = {};
             if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
@@ -280,6 +281,22 @@ struct BwdConsumer {
                     dp[b][4 * i + j] = ds;
                 }
             }
+        }
+    }
+
+    // Packs P, with the program's weights, for dV.
+    __device__ __forceinline__ void pack_p(int head, int m_block) {
+        if constexpr (weighs()) {
+            float weighed[S::kBlocks][S::kRegisters];
+#pragma unroll
+            for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < S::kRegisters; ++i) weighed[b][i] = s[b][i];
+                weigh(weighed[b], params, place_of(b, head, m_block));
+            }
+            pack_words(p_words, weighed);
+        } else {
+            pack_words(p_words, s);
         }
     }
 
@@ -361,8 +378,8 @@ struct BwdConsumer {
         wgmma::wait<1>();
         to_probabilities(head, m_block, masks, slope);
         wgmma::wait<0>();
-        differentiate(m_block, slope);
-        if constexpr (!kScoreSlope) pack_words(p_words, s);
+        differentiate(head, m_block, slope);
+        if constexpr (!kScoreSlope) pack_p(head, m_block);
         pack_words(ds_words, dp);
         wait_pds_free();
         if constexpr (C.mma_dkv_is_rs) {

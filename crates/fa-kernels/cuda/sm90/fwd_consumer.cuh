@@ -51,13 +51,13 @@ __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.
 // The same against the current maximum; also packs P and, where the scores have outgrown the maximum,
 // rescales O. `as_products`: `s` still holds products, assumed to give scores of at most half the soft cap.
 // If one does not, `near` becomes false and P is recomputed as if the maximum had been outgrown.
-template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class PackP>
+template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class Weigh, class PackP>
 __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const ScoreMod<C.softcap>& score_mod,
                                                       bool as_products, bool& near, float (&s)[C.tile_n / 2],
                                                       float scale_log2, u32 (&p)[C.tile_n / 4],
                                                       float (&o)[C.head_dim_v / 2], float (&rescale)[2],
                                                       const Hold& hold, const Release& release_v,
-                                                      const PackP& pack_p) {
+                                                      const Weigh& weigh, const PackP& pack_p) {
     constexpr int kLate = C.tile_n / 2 - kEarly<C>;
     float early[kEarly<C>], late[kLate];
     float block_sum[2] = {0.f, 0.f};
@@ -76,6 +76,8 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     wgmma::wait<0>();
     release_v();
     exponentials(late, kEarly<C>);
+    weigh(early, 0);
+    weigh(late, kEarly<C>);
     // `p` is an operand of the running product until the wait, so it is packed only now.
 #pragma unroll
     for (int i = 0; i < kEarly<C> / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
@@ -90,6 +92,7 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
             score_mod.apply(s);
         }
         softmax.template step<false>(s, scale_log2, rescale);
+        weigh(s, 0);
         pack_p();
         scale_rows(o, rescale);
     } else {
@@ -265,6 +268,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
         };
 
+        // Weights the probabilities of the tile of keys at place `i`, from register `begin` on.
+        auto weigh_tile = [&](auto& p, int i, int begin) {
+            if constexpr (weighs()) {
+                const int first_key = blocks.at(i) * C.tile_n + own_column + 2 * begin;
+                weigh(p, params,
+                      row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row, first_key));
+            }
+        };
+
         if (!range.empty()) {
             smem.q_bars.wait_full(q_state);
             if constexpr (C.skips_blocks) {
@@ -286,6 +298,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.sinks) softmax.begin(sink);
             softmax.template step<true>(s, scale_log2, rescale);
             if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
+            weigh_tile(s, n_block, 0);
             pack_p();
             if constexpr (C.skips_blocks) {
 #pragma unroll 1
@@ -313,11 +326,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     if constexpr (C.lazy_max) {
                         const bool as_products = near && !range.needs_mask(n_block);
                         if (!as_products) modify(n_block);
+                        auto weigh_part = [&](auto& of, int begin) { weigh_tile(of, n_block, begin); };
                         lazy_softmax_under_pv<C>(softmax, score_mod, as_products, near, s, scale_log2, p, o,
-                                                 rescale, hold, release_v, pack_p);
+                                                 rescale, hold, release_v, weigh_part, pack_p);
                     } else {
                         modify(n_block);
                         softmax_under_pv<C>(softmax, s, scale_log2, rescale, hold, release_v);
+                        weigh_tile(s, n_block, 0);
                         pack_p();
                         if constexpr (!T::kRescaleFirst) scale_rows(o, rescale);
                     }
@@ -344,6 +359,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     release_v();
                     modify(n_block);
                     softmax.template step<false>(s, scale_log2, rescale);
+                    weigh_tile(s, n_block, 0);
                     pack_p();
                     scale_rows(o, rescale);
                     smem.v_bars.wait_full(v_state);

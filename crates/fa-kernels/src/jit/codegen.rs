@@ -8,6 +8,7 @@ use crate::jit::append_params::{self, AppendParams};
 use crate::jit::cache_params;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
+use crate::jit::dropout_params::DropoutParams;
 use crate::jit::merge_params;
 use crate::jit::params::{self, BwdParams, FwdParams};
 use crate::jit::program_params;
@@ -53,6 +54,10 @@ pub fn generated() -> Vec<Generated> {
         Generated {
             path: "merge/merge_params.cuh",
             text: launch_params_cuh("the merge kernel", merge_params::declarations()),
+        },
+        Generated {
+            path: "dropout/dropout_params.cuh",
+            text: launch_params_cuh("the dropout kernel", vec![DropoutParams::declaration()]),
         },
     ]
 }

@@ -48,6 +48,12 @@ pub const MERGE: &str = "fa_merge";
 /// Threads of a CTA of [`MERGE`]: a warp a row.
 pub(crate) const MERGE_THREADS: u32 = 128;
 
+/// The entry of the dropout kernel's unit.
+pub const DROPOUT: &str = "fa_dropout";
+
+/// Threads of a CTA of [`DROPOUT`].
+pub(crate) const DROPOUT_THREADS: u32 = 256;
+
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
@@ -154,10 +160,17 @@ pub struct Source {
 /// registers hold, and a few words in the L1 cost less than a smaller tile or none.
 const SPILLS_OF_PROGRAMS: u32 = 64;
 
+/// The same where probabilities have weights, which are read while P is held.
+const SPILLS_OF_WEIGHTS: u32 = 128;
+
 impl Source {
     /// Bytes that the kernel may store, and load, by spills.
     pub(crate) fn spills_allowed(&self) -> u32 {
-        if self.headers.iter().any(|(name, _)| name == program::HEADER) { SPILLS_OF_PROGRAMS } else { 0 }
+        match self.headers.iter().find(|(name, _)| name == program::HEADER) {
+            Some((_, text)) if text.contains(program::WEIGHTS) => SPILLS_OF_WEIGHTS,
+            Some(_) => SPILLS_OF_PROGRAMS,
+            None => 0,
+        }
     }
 
     /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage
@@ -223,6 +236,19 @@ impl Source {
             "// merge\n#include \"merge/merge.cuh\"\n\nusing namespace fa;\n\n\
              extern \"C\" __global__ void __launch_bounds__({MERGE_THREADS})\n\
              {MERGE}(const __grid_constant__ MergeParams params) {{\n    merge(params);\n}}\n"
+        );
+        Source::of(unit, arch, headers)
+    }
+
+    /// The source of the dropout kernel, which all problems share.
+    ///
+    /// # Errors
+    /// [`Error::MissingHeader`].
+    pub fn dropout(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let unit = format!(
+            "// dropout\n#include \"dropout/dropout.cuh\"\n\nusing namespace fa;\n\n\
+             extern \"C\" __global__ void __launch_bounds__({DROPOUT_THREADS})\n\
+             {DROPOUT}(const __grid_constant__ DropoutParams params) {{\n    dropout(params);\n}}\n"
         );
         Source::of(unit, arch, headers)
     }

@@ -7,6 +7,7 @@ pub(crate) mod args;
 mod backward;
 pub(crate) mod call;
 mod checks;
+pub(crate) mod dropout;
 pub(crate) mod extras;
 mod forward;
 mod launches;
@@ -26,6 +27,7 @@ mod workspace;
 
 pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
+pub use dropout::{BoundDropout, DropoutLaunch, RawKept};
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
 pub use merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use raw_program::{RawArray, RawProgram};

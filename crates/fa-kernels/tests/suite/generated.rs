@@ -35,6 +35,7 @@ fn both_sides_agree_on_every_size_and_offset() {
     let source = Source {
         unit: "#include \"config.cuh\"\n#include \"fwd_params.cuh\"\n#include \"bwd_params.cuh\"\n\
                #include \"append/append_params.cuh\"\n#include \"merge/merge_params.cuh\"\n\
+               #include \"dropout/dropout_params.cuh\"\n\
                extern \"C\" __global__ void fa_kernel(const __grid_constant__ fa::FwdParams params, \
                const __grid_constant__ fa::TensorMap map) {}\n\
                static_assert(sizeof(fa::TensorMap) == 128 && alignof(fa::TensorMap) == 64);\n"

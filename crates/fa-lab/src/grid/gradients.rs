@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use fa_core::{Dtype, Lengths, Mask, Pass, Types};
 
 use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
+use super::dropout::dropout_gradients;
 use super::library::library;
 use super::programs::array_gradients;
 
@@ -71,6 +72,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
         cases.push(Case { pass: pass(false), ..case("sizes", problem) });
     }
     cases.extend(array_gradients(repeat));
+    cases.extend(dropout_gradients(repeat));
     // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
     for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
         for mask in MASKS {

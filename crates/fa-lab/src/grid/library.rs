@@ -5,6 +5,7 @@ use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
 use super::codes::codes;
+use super::dropout::dropout;
 use super::fp8::fp8;
 use super::programs::programs;
 
@@ -22,6 +23,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(sizes(full));
     cases.extend(actions(repeat));
     cases.extend(programs(repeat));
+    cases.extend(dropout(repeat));
     cases.extend(fp8(repeat));
     cases.extend(codes(extent, repeat));
     cases

@@ -4,6 +4,7 @@ use fa_core::{Pass, SideRows};
 
 use super::append::{append, append_codes};
 use super::case::{Action, Case, Extent};
+use super::dropout::varied_dropout;
 use super::known::known;
 use super::merge::merge;
 use super::paged::{paged, split};
@@ -23,6 +24,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(mixed(extent));
     cases.extend(known());
     cases.extend(varied_programs());
+    cases.extend(varied_dropout());
     cases.extend(append(extent));
     cases.extend(append_codes(extent));
     cases.extend(merge());

@@ -13,7 +13,7 @@ use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// Flags that describe the problem alone.
-const OF_PROBLEM: [&str; 20] = [
+const OF_PROBLEM: [&str; 23] = [
     "seqlen",
     "batch",
     "lengths",
@@ -24,6 +24,9 @@ const OF_PROBLEM: [&str; 20] = [
     "split",
     "alibi",
     "sinks",
+    "dropout",
+    "dropout_seed",
+    "dropout_offset",
     "heads",
     "headdim",
     "kv_descale",
@@ -100,6 +103,19 @@ pub(crate) struct EmulateArgs {
     #[arg(long)]
     #[arg(requires = "spec")]
     pub sinks: bool,
+    /// Probabilities are dropped with probability P after the softmax, as FlashAttention-2 drops them for the
+    /// same seed and offset, using the kernel's form with weights
+    #[arg(long, value_name = "P")]
+    #[arg(requires = "spec")]
+    pub dropout: Option<f64>,
+    /// The seed of dropout
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(requires = "dropout")]
+    pub dropout_seed: u64,
+    /// The offset of dropout
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(requires = "dropout")]
+    pub dropout_offset: u64,
     /// Query heads, and key/value heads if fewer
     #[arg(long, value_name = "Q[:KV]", default_value = "2")]
     #[arg(requires = "spec")]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Problem, Types};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Problem, ScoreMod, Types};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placement, with_mods};
@@ -11,6 +11,7 @@ use fa_lab::grid::problem_of;
 use super::args::{EmulateArgs, Rows};
 use crate::attention::check_memory;
 use crate::flags::Seqlen;
+use crate::flags::mods::DropoutArgs;
 use crate::term::failure::InputError;
 
 /// Queries and keys where nothing is said.
@@ -31,6 +32,8 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     spec.reads.varied |= spec.reads.paged || !args.lengths.is_empty();
     spec.score.alibi |= args.alibi.is_some();
     spec.score.sinks |= args.sinks;
+    let own = ScoreMod::NONE.with_program(spec.score.program);
+    spec.score.program = dropout(args).of(own).map_err(InputError::Usage)?.program;
     spec.split |= args.split;
     if let Some(dtype) = args.dtype {
         let fp8 = || Types::fp8(args.kv.out_dtype.unwrap_or(Dtype::Bf16));
@@ -53,6 +56,12 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     let named = shipped.and_then(|shipped| shipped.archs.first().copied());
     let arch = args.arch.or(named).unwrap_or(spec.kernel.family().archs()[0]);
     Ok((spec, arch))
+}
+
+/// The dropout that was asked for.
+fn dropout(args: &EmulateArgs) -> DropoutArgs {
+    let &EmulateArgs { dropout, dropout_seed, dropout_offset, .. } = args;
+    DropoutArgs { dropout, dropout_seed, dropout_offset }
 }
 
 /// The problem that was asked for, its layout, and lengths, slopes and sinks where it has them.
@@ -115,6 +124,8 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::R
         .score
         .with_softcap(args.softcap.or(of_spec.score.softcap))
         .with_alibi(of_spec.score.alibi.map(|default| args.alibi.unwrap_or(default)));
+    let values = dropout(args).of(ScoreMod::NONE).map_err(InputError::Usage)?.dropout;
+    let score = score.with_dropout(values);
     let heads_kv = args.heads.kv;
     let problem = of_spec
         .with_heads_kv(heads_kv)

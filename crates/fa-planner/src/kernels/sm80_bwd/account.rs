@@ -23,8 +23,8 @@ const ELSEWHERE: u32 = 8;
 ///
 /// - `q` `[q_stages][tile_m, hd]` T, `do` `[do_stages][tile_m, hdv]` T, `k` `[tile_n, hd]` T, `v` `[tile_n,
 ///   hdv]` T;
-/// - `p` and `ds` `[tile_m, tile_n]` T, with a soft cap or a program that has a slope `p` twice: P, and
-///   P times the slope;
+/// - `p` and `ds` `[tile_m, tile_n]` T, with a soft cap or a program that has a slope or weights `p` twice:
+///   P times the weights, and P times the slope;
 /// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which come with Q and dO;
 /// - `tile`, `range` and `step`: six, four and four 32-bit words with the CTA's work and the progress of its
 ///   warps.
@@ -37,7 +37,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("do", kernel.do_stages * tile_m * hdv * bytes, align);
     plan.push("k", tile_n * hd * bytes, align);
     plan.push("v", tile_n * hdv * bytes, align);
-    let sloped = spec.score.softcap || spec.score.has_slope();
+    let sloped = spec.score.softcap || spec.score.has_slope() || spec.score.weighs();
     plan.push("p", if sloped { 2 } else { 1 } * tile_m * tile_n * bytes, align);
     plan.push("ds", tile_m * tile_n * bytes, align);
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
