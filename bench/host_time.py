@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Host time of a call through Python: this library's beside those of FlashAttention 3 and 4 where they are installed
-(wheels fa3-fwd and flash-attn-4), for a small problem.
+"""Host time of a call through Python: this library's beside those of FlashAttention 3 and 4 where they are
+installed (wheels fa3-fwd and flash-attn-4), for a small problem.
 
     python bench/host_time.py [--json | --warm | --first | --calls]
 
-Rows: dense, packed, and a step of decoding from pages, which plans its own work or is given a plan; then, of this
-library alone, the first call of a process (milliseconds until the GPU is done, which torch has used before), with an
-empty kernel cache and with the one that this filled, and the import of the library. `--first` measures that alone, `--calls`
-all but that. Of this library's forwards there is also the part of a call that is the extension module's (arguments read, kernel found,
-launches), and of that what only reads and checks the arguments: the rest is Python's and the allocation of results.
-A peer that is not installed, or has no backward, is named and left out. FlashAttention-4 compiles a kernel in some ten
-seconds: `--warm`, with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, compiles all of them beforehand, side by side.
-Calls are enqueued in rounds of so many that the queue does not fill, and the clock is read before the GPU is waited for:
-what is measured is the time that the host takes, unless the GPU is slower; its own time stands beside. Peers take turns,
-the median over rounds counts.
+Rows: dense, packed, and a step of decoding from pages, which plans its own work or is given a plan; then, of
+this library alone, the first call of a process (milliseconds until the GPU is done, which torch has used
+before), with an empty kernel cache and with the one that this filled, and the import of the library.
+`--first` measures that alone, `--calls` all but that. Of this library's forwards there is also the part of a
+call that is the extension module's (arguments read, kernel found, launches), and of that what only reads and
+checks the arguments: the rest is Python's and the allocation of results. A peer that is not installed, or has
+no backward, is named and left out. FlashAttention-4 compiles a kernel in some ten seconds: `--warm`, with
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, compiles all of them beforehand, side by side. Calls are enqueued in
+rounds of so many that the queue does not fill, and the clock is read before the GPU is waited for: what is
+measured is the time that the host takes, unless the GPU is slower; its own time stands beside. Peers take
+turns, the median over rounds counts.
 """
 
 import argparse
