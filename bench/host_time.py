@@ -160,7 +160,27 @@ def stages(what, mode, causal):
     for _ in range(ROUNDS):
         for name, step in steps.items():
             times[name].append(host_us(step)[0])
-    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+    return {
+        **{name: round(statistics.median(found), 2) for name, found in times.items()},
+        **driver_calls(steps["whole"]),
+    }
+
+
+def driver_calls(step):
+    """Microseconds in the driver's functions that a profiler shows of a step, which makes them slower, by name
+    and number of calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(CALLS):
+            step()
+        torch.cuda.synchronize()
+    own = [event for event in profiled.key_averages() if event.key.startswith("cu")]
+    of_step = [event for event in own if event.count >= CALLS]
+    return {
+        f"{event.key} x{event.count / CALLS:.0f}": round(event.self_cpu_time_total / CALLS, 2)
+        for event in of_step
+    }
 
 
 def first_call(row):

@@ -231,7 +231,7 @@ def read_options(function, options):
 def on_values(face, q, v, options, numbers):
     """(q, numbers) of a call whose keys begin with their values where it has `qv`, the part of the queries
     that meets them: q with those columns first, and the scale of all columns by default."""
-    given = options and {name: options[name] for name in ("qv", "q_v") if options.get(name) is not None}
+    given = {name: options[name] for name in ("qv", "q_v") if options.get(name) is not None}
     if not given:
         return q, numbers
     if len(given) == 2:

@@ -247,14 +247,12 @@ def check_tensor(name, value):
         raise UnsupportedError(f"{name} holds {value.dtype}: it must not be quantized, {name}.dequantize()")
 
 
-def are_plain(*tensors):
-    """Whether the values are tensors that the library reads as they are where their rows are contiguous: of
-    torch's own type, dense and without autograd."""
-    # One loop: a function for each takes a quarter of a step's checks.
-    for x in tensors:
-        if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED or x.is_neg() or x.requires_grad:
-            return False
-    return True
+def is_plain(x):
+    """Whether the value is a tensor that the library reads as it is where its rows are contiguous: of torch's
+    own type, dense and without autograd."""
+    if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED:
+        return False
+    return not (x.is_neg() or x.requires_grad)
 
 
 def has_rows(x):
@@ -271,7 +269,7 @@ def is_dual():
 def _are_read_in_place(extras):
     """Whether all tensors are plain and contiguous."""
     for x in extras[:-2]:
-        if x is not None and not (are_plain(x) and x.is_contiguous()):
+        if x is not None and not (is_plain(x) and x.is_contiguous()):
             return False
     return True
 

@@ -28,7 +28,7 @@ from ._torch_memory import (
     is_aligned,
     is_compiling,
     is_dual,
-    are_plain,
+    is_plain,
     is_recorded,
     is_transforming,
     may_overlap,
@@ -156,9 +156,9 @@ def decoded(q, k_cache, v_cache, used, table):
     converts them, so that `run_forward` takes them as they are; None where that is not so."""
     if is_compiling() or is_transforming() or is_dual() or is_recorded():
         return None
-    if q.is_meta or not (are_plain(q, k_cache, v_cache, used) and used.is_contiguous()):
+    if not (is_plain(q) and not q.is_meta and is_plain(k_cache) and is_plain(v_cache) and is_plain(used)):
         return None
-    if not (table is None or (are_plain(table) and table.is_contiguous())):
+    if not (used.is_contiguous() and (table is None or (is_plain(table) and table.is_contiguous()))):
         return None
     dtype, shape = q.dtype, q.shape
     # Autocast converts float32 and several types; rows of other lengths are padded on a GPU.
