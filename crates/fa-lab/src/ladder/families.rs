@@ -48,3 +48,29 @@ pub(super) fn digest(ladders: &[Ladder], arch: Arch) -> Result<String> {
     }
     Ok(hash(&texts))
 }
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Kernel, KernelSpec, Sm80Fwd};
+
+    use super::*;
+
+    #[test]
+    fn a_digest_is_of_the_kernels_of_the_steps_and_not_of_a_choice() {
+        let own = ladders(Family::Sm80, Arch::Sm90, &[], &[1024]).expect("plans");
+        let of = |ladders: &[Ladder]| digest(ladders, Arch::Sm90).expect("sources");
+        let before = of(&own);
+        assert_eq!(before.len(), 16, "{before}");
+        let mut other = own.clone();
+        let tuned = other[2].steps.last_mut().expect("steps").specs.as_mut().expect("kernels");
+        assert!(tuned.len() > 1 && tuned.pop().is_some());
+        assert_eq!(of(&other), before);
+        let specs = other[0].steps[0].specs.as_mut().expect("a kernel");
+        let Kernel::Sm80Fwd(kernel) = &specs[0].kernel else { panic!("{} is no sm80_fwd", specs[0]) };
+        let kernel = Kernel::Sm80Fwd(Sm80Fwd { loop_split: false, ..kernel.clone() });
+        specs[0] = KernelSpec { kernel, ..specs[0].clone() };
+        assert_ne!(of(&other), before);
+        let refused = steps_digest(Family::Sm100, Arch::Sm100).expect_err("no ladder").to_string();
+        assert!(refused.contains("sm80 or sm90"), "{refused}");
+    }
+}
