@@ -36,7 +36,8 @@ pub fn steps_digest(family: Family, arch: Arch) -> Result<String> {
     digest(&ladders(family, arch, &[], &[])?, arch)
 }
 
-/// [`steps_digest`] of these ladders. Steps that choose the fastest of several kernels are left out: the choice is a result.
+/// [`steps_digest`] of these ladders. Steps that choose the fastest of several kernels are left out: that
+/// choice is a result.
 pub(super) fn digest(ladders: &[Ladder], arch: Arch) -> Result<String> {
     let mut texts = Vec::new();
     for (ladder, step) in ladders.iter().flat_map(|own| own.steps.iter().map(move |step| (own, step))) {

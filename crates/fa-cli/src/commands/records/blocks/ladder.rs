@@ -127,7 +127,8 @@ mod tests {
         };
         assert_eq!(
             rows(&record, false).expect("rows"),
-            "| tiles | small | 200 to 282 | 1.00 to 1.41 | 1.00 |\n| tiles | large | - | shared memory | - |\n"
+            "| tiles | small | 200 to 282 | 1.00 to 1.41 | 1.00 |\n\
+             | tiles | large | - | shared memory | - |\n"
         );
         let by_mask = rows(&record, true).expect("rows");
         assert!(by_mask.starts_with("| sm90 tiles, causal | small |"), "{by_mask}");
