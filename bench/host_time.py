@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Host time of a call through Python: this library's beside those of FlashAttention 3 and 4 where they are installed
-(wheels fa3-fwd and flash-attn-4), for a small problem.
+"""Host time of a call through Python: this library's beside those of FlashAttention 3 and 4 where they are
+installed (wheels fa3-fwd and flash-attn-4), for a small problem.
 
-    python bench/host_time.py [--json | --warm | --first]
+    python bench/host_time.py [--json | --warm | --first | --calls]
 
-Rows: dense, packed, and a step of decoding from pages, which plans its own work or is given a plan; then, of this
-library alone, the first call of a process (milliseconds until the GPU is done, which torch has used before), with an
-empty kernel cache and with the one that this filled, and the import of the library. `--first` measures that alone.
-A peer that is not installed, or has no backward, is named and left out. FlashAttention-4 compiles a kernel in some ten
-seconds: `--warm`, with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, compiles all of them beforehand, side by side.
-Calls are enqueued in rounds of so many that the queue does not fill, and the clock is read before the GPU is waited for:
-what is measured is the time that the host takes, unless the GPU is slower; its own time stands beside. Peers take turns,
-the median over rounds counts.
+Rows: dense, packed, and a step of decoding from pages, which plans its own work or is given a plan; then, of
+this library alone, the first call of a process (milliseconds until the GPU is done, which torch has used
+before), with an empty kernel cache and with the one that this filled, and the import of the library.
+`--first` measures that alone, `--calls` all but that. Of this library's forwards there is also the part of a
+call that is the extension module's (arguments read, kernel found, launches), and of that what only reads and
+checks the arguments: the rest is Python's and the allocation of results. A peer that is not installed, or has
+no backward, is named and left out. FlashAttention-4 compiles a kernel in some ten seconds: `--warm`, with
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, compiles all of them beforehand, side by side. Calls are enqueued in
+rounds of so many that the queue does not fill, and the clock is read before the GPU is waited for: what is
+measured is the time that the host takes, unless the GPU is slower; its own time stands beside. Peers take
+turns, the median over rounds counts.
 """
 
 import argparse
@@ -128,6 +131,58 @@ def work_of(what, mode, causal):
     return work
 
 
+def stages(what, mode, causal):
+    """Microseconds of a forward of this library by what they go to: the whole, the extension module, of that
+    reading arguments."""
+    from fa_attn import _core
+
+    work, calls, given = work_of(what, mode, causal), ours(), []
+    forward = _core.forward
+    work(calls)
+
+    def recorded(*arguments, **named):
+        given.append((arguments, named))
+        return forward(*arguments, **named)
+
+    _core.forward = recorded
+    try:
+        work(calls)
+    finally:
+        _core.forward = forward
+    (arguments, named) = given[0]
+    q, k, v, _, _, options, extras, stream = arguments[:8]
+    steps = {
+        "whole": lambda: work(calls),
+        "extension": lambda: forward(*arguments, **named),
+        "arguments": lambda: _core.check_forward(q, k, v, options, extras, stream),
+    }
+    times = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name].append(host_us(step)[0])
+    return {
+        **{name: round(statistics.median(found), 2) for name, found in times.items()},
+        **driver_calls(steps["whole"]),
+    }
+
+
+def driver_calls(step):
+    """Microseconds in the driver's functions that a profiler shows of a step, which makes them slower, by name
+    and number of calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(CALLS):
+            step()
+        torch.cuda.synchronize()
+    own = [event for event in profiled.key_averages() if event.key.startswith("cu")]
+    of_step = [event for event in own if event.count >= CALLS]
+    return {
+        f"{event.key} x{event.count / CALLS:.0f}": round(event.self_cpu_time_total / CALLS, 2)
+        for event in of_step
+    }
+
+
 def first_call(row):
     """Prints the milliseconds of this process's first call, and of importing the library before it."""
     work = work_of(*ROWS[row])
@@ -190,6 +245,7 @@ def main():
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--warm", action="store_true", help="only compile FlashAttention-4's kernels, into its cache")
     parser.add_argument("--first", action="store_true", help="only measure first calls")
+    parser.add_argument("--calls", action="store_true", help="measure no first calls")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--first-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -229,13 +285,15 @@ def main():
             name: [round(statistics.median(column), 2) for column in zip(*found)] for name, found in times.items()
         }
         rows.append({"what": what, "mode": mode, "causal": causal, "us": medians})
+        if mode == "fwd" and "fa" in medians:
+            rows[-1]["stages"] = stages(what, mode, causal)
     report = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "problem": "bf16, head dim 128; dense: batch 1, 256 x 256, heads 16; packed: 8 of 64, heads 16:4; "
         f"paged: {BATCH} of 1 x {PAGE} to {PAGES * PAGE}, heads 32:8, pages of {PAGE}",
         "rows": rows,
-        "first": first_calls(),
+        "first": [] if arguments.calls else first_calls(),
         "missing": missing,
     }
     if arguments.json:
@@ -245,8 +303,10 @@ def main():
     print(f"{report['gpu']}, torch {report['torch']}; {report['problem']}; us a call: host, and until the GPU is done")
     for row in rows:
         cells = "  ".join(f"{name} {host:.1f} {total:.1f}" for name, (host, total) in row["us"].items())
+        cells += "".join(f"  {name} {us:.1f}" for name, us in row.get("stages", {}).items())
         print(f"{row['what']:14} {row['mode']:8} {'causal' if row['causal'] else 'full':7} {cells}")
-    print("the first call of a process, ms: with an empty kernel cache, with a warm one, and the import before it")
+    if report["first"]:
+        print("the first call of a process, ms: with an empty kernel cache, with a warm one, and the import before it")
     for row in report["first"]:
         cells = row["error"] if "error" in row else "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
         print(f"{row['what']:14} {row['mode']:8} {'causal' if row['causal'] else 'full':7} {cells}")

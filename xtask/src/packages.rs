@@ -187,7 +187,7 @@ mod tests {
         let own = workspace::packages(["--no-deps", "--offline"]).unwrap();
         let published: Vec<&Value> = own.iter().filter(|one| is_published(one)).collect();
         let embedded = |name: &str| match name {
-            "fa-attn" => vec!["tuned/h100.json", "examples/train/text.txt"],
+            "fa-attn" => vec!["tuned/h100.json", "tuned/h200.json", "examples/train/text.txt"],
             "fa-kernels" => {
                 vec!["build.rs", "cuda/params.cuh", "cuda/sm90/fwd.cuh", "specs/sm90/hd128-causal-bf16.ron"]
             }

@@ -170,7 +170,7 @@ fn records_of_rates() {
 
 #[test]
 fn records_of_ladders() {
-    let used = survive("a ladder", &record("ladder/sm80-nvidia-h100-80gb-hbm3.json"), 60, |text| {
+    let used = survive("a ladder", &record("ladder/sm80-h100.json"), 60, |text| {
         serde_json::from_str::<ladder::draw::Record>(text).is_ok_and(|record| record.draw().is_ok())
     });
     assert!(used > 20, "{used} were used");

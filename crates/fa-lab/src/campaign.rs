@@ -157,6 +157,9 @@ fn run_one(
     let limit = Duration::from_secs(step.limit);
     let time = left.map_or(limit, |left| left.min(limit));
     let files = ["out", "err"].map(|stream| options.folder.join(format!("{}.{stream}", step.name)));
+    if let Some(folder) = step.summarised.as_ref().and_then(|own| own.record.parent()) {
+        std::fs::create_dir_all(folder).context(folder.display().to_string())?;
+    }
     let create = |path: &Path| File::create(path).context(path.display().to_string());
     let mut command = program.command();
     command.args(&step.arguments).stdin(Stdio::null());

@@ -1,5 +1,6 @@
 //! The gain of each optimisation step on this GPU.
 
+mod families;
 mod figures;
 pub mod profile;
 pub mod published;
@@ -13,7 +14,7 @@ use fa_core::{Family, KernelSpec, Problem};
 use rayon::prelude::*;
 
 use crate::device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, without_logs};
@@ -23,6 +24,8 @@ use crate::tensors::with_half;
 
 use report::{Report, Row};
 use rungs::Ladder;
+
+pub use families::steps_digest;
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -47,14 +50,7 @@ pub struct Options {
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let gpu = device::open()?;
     let arch = gpu.arch();
-    let ladders = match options.family {
-        Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,
-        Family::Sm90 => sm90::ladders(arch, &options.head_dims, &options.seqlens)?,
-        Family::Sm100 => {
-            let text = "sm100 kernels have no ladder, since no GPU has run them: use sm80 or sm90";
-            return Err(Error::Request(text.to_owned()));
-        }
-    };
+    let ladders = families::ladders(options.family, arch, &options.head_dims, &options.seqlens)?;
     let specs: Vec<(&Problem, &KernelSpec)> = ladders
         .iter()
         .flat_map(|ladder| ladder.steps.iter().map(move |step| (&ladder.problem, step)))
@@ -66,7 +62,8 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     };
     specs.par_iter().for_each(|(problem, spec)| drop(bind(problem, spec)));
     let mut peers = options.peers.then(Peers::start).transpose()?;
-    let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
+    let digest = families::digest(&ladders, arch)?;
+    let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns, digest);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
         progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k())));

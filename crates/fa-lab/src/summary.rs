@@ -110,6 +110,8 @@ pub enum Kind {
     Tuning,
     /// Of `fa ladder`.
     Ladder,
+    /// Of `fa ladder --profile`.
+    Profile,
     /// Of `fa validate --all-configs`.
     Configs,
 }
@@ -124,6 +126,8 @@ impl Kind {
         let first = record.get("rows")?.get(0);
         if record["kind"] == "configs" {
             Some(Kind::Configs)
+        } else if first.is_some_and(|row| row.get("planned_registers").is_some()) {
+            Some(Kind::Profile)
         } else if first.is_some_and(|row| row.get("ladder").is_some()) {
             Some(Kind::Ladder)
         } else {
@@ -137,6 +141,7 @@ impl Kind {
             Kind::Rates => "",
             Kind::Tuning => "tune",
             Kind::Ladder => "ladder",
+            Kind::Profile => "profile",
             Kind::Configs => "configs",
         }
     }
@@ -165,6 +170,7 @@ impl Kind {
                 "halves",
             ],
             Kind::Ladder => &["kernels", "change"],
+            Kind::Profile => &["kernels"],
             Kind::Configs => &[
                 "summaries",
                 "cases",
@@ -491,6 +497,7 @@ mod tests {
             (json!({ "problems": [] }), Some(Kind::Tuning)),
             (json!({ "kind": "configs", "rows": [{ "kernel": "x" }] }), Some(Kind::Configs)),
             (json!({ "rows": [{ "ladder": "tiles", "spec": "x" }] }), Some(Kind::Ladder)),
+            (json!({ "rows": [{ "ladder": "tiles", "planned_registers": 168 }] }), Some(Kind::Profile)),
             (json!({ "rows": [{ "spec": "x" }] }), Some(Kind::Rates)),
             (json!({ "kind": "validate", "groups": [] }), None),
             (json!([1]), None),

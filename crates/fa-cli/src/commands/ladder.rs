@@ -74,7 +74,7 @@ Examples:
   fa ladder --family sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
   fa ladder --published
   fa ladder --profile --ncu --seqlen 4096 --json profile.json
-  fa ladder --draw docs/results/ladder/sm90-nvidia-h100-80gb-hbm3.json --plot ladder.svg
+  fa ladder --draw docs/results/ladder/sm90-h100.json --plot ladder.svg
 
 The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other \
 kernels': their shape is compared, as a ratio to the first step, not their rates. Every step's output is \

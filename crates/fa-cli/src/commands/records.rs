@@ -49,7 +49,8 @@ pub(crate) struct RecordsArgs {
     /// Write a summary of each of these full records below --results, and run nothing
     #[arg(long, value_name = "RECORD.json", num_args = 1.., conflicts_with_all = OF_RUNS)]
     pub summarise: Vec<PathBuf>,
-    /// Write the tables of README.md and docs/performance.md from the summaries, and run nothing
+    /// Write the tables of README.md, docs/performance.md and docs/sources.md from the summaries, and run
+    /// nothing
     #[arg(long, conflicts_with_all = OF_RUNS, conflicts_with = "summarise")]
     pub tables: bool,
     /// Only say which tables are out of date: exit code 1 if there are any

@@ -227,8 +227,8 @@ fn plots_of_records_are_drawn_again_from_them() {
         }
         can_be_read_on_a_page(name, &drawn);
     }
-    for name in ["sm90", "sm80"] {
-        let stored = repository(&format!("docs/results/ladder/{name}-nvidia-h100-80gb-hbm3"));
+    for name in ["sm90-h100", "sm80-h100", "sm80-h200"] {
+        let stored = repository(&format!("docs/results/ladder/{name}"));
         fa(&format!("ladder --draw {} --plot {}", text(&stored.with_extension("json")), text(&plot))).good();
         let drawn = std::fs::read_to_string(&plot).unwrap();
         is_kept(&stored.with_extension("svg"), &drawn);

@@ -27,6 +27,9 @@ const SOAK: u64 = 300;
 /// Seconds of a ladder's steps, and the most that they take with kernels to compile.
 const LADDER: (u64, u64) = (90, 600);
 
+/// The same of a ladder's profile, which only compiles.
+const PROFILE: (u64, u64) = (20, 300);
+
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
 const RATES: [(&str, &str, bool, u64); 25] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
@@ -108,6 +111,11 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
         let summarised = Some(Summarised { record, results: wanted.results.to_owned() });
         let flags = format!("ladder --family {family}{peers}");
         add(format!("ladder-{family}"), &flags, &path, LADDER, summarised);
+        let record = wanted.state.join("profile").join(format!("{family}-{}.json", wanted.gpu));
+        let path = [("--json", record.display().to_string())];
+        let summarised = Some(Summarised { record, results: wanted.results.to_owned() });
+        let flags = format!("ladder --profile --family {family}");
+        add(format!("profile-{family}"), &flags, &path, PROFILE, summarised);
     }
     let soak = format!("prove --tier soak --seconds {SOAK} --watchdog 240 --seed 21");
     add("prove-soak".to_owned(), &soak, &results, (4 * SOAK + 80, 8 * SOAK), None);
@@ -149,7 +157,11 @@ mod tests {
         let steps = steps_for(&wanted).expect("steps");
         let names: BTreeSet<&str> = steps.iter().map(|step| step.name.as_str()).collect();
         assert_eq!(names.len(), steps.len());
-        assert!(names.contains("ladder-sm80") && names.contains("ladder-sm90"));
+        assert!(
+            ["ladder-sm80", "ladder-sm90", "profile-sm80", "profile-sm90"]
+                .iter()
+                .all(|name| names.contains(name))
+        );
         assert!(steps.iter().all(|step| step.limit > step.expected));
         let measured: BTreeSet<&str> = steps
             .iter()

@@ -11,14 +11,14 @@ use fa_kernels::{Cache, Compiler, CompilerKind, ENTRY, Headers, Source, smem_byt
 use fa_planner::plan::{PlanOptions, plan_spec};
 use serde::Serialize;
 
-use crate::device;
+use crate::device::{self, DeviceInfo};
 use crate::error::{Context, Error, Result};
 use crate::progress::{Progress, Step};
-use crate::record::{KernelRecord, without_logs};
+use crate::record::{COMMIT, KernelRecord, command_line, utc_now, without_logs};
 use crate::shape::{HeadDim, Shape};
 
+use super::families;
 use super::rungs::Ladder;
-use super::{sm80, sm90};
 
 /// Nsight Compute's metrics, by the names of the record.
 const METRICS: [(&str, &str); 14] = [
@@ -65,6 +65,15 @@ pub struct Report {
     pub arch: Arch,
     /// The compiler.
     pub compiler: String,
+    /// The GPU and its driver, where one of the architecture is at hand.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<DeviceInfo>,
+    /// The command line, without the folders of this machine.
+    pub command: String,
+    /// Commit that the program was built from.
+    pub commit: &'static str,
+    /// When, in UTC.
+    pub date: String,
     /// The profiler's version; `not asked` without one.
     pub profiler: String,
     /// The kernels.
@@ -91,6 +100,8 @@ pub struct Row {
     pub registers: Option<u32>,
     /// CTAs on an SM.
     pub blocks_per_sm: Option<u32>,
+    /// CTAs on an SM by the driver's account, where a GPU of the architecture is at hand.
+    pub driver_blocks_per_sm: Option<u32>,
     /// Warps of these over those that an SM holds, in percent.
     pub occupancy_pct: Option<f64>,
     /// Shares of a step's clocks by resource as the plan has them, in percent.
@@ -109,27 +120,27 @@ pub struct Row {
 /// another architecture.
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let arch = options.arch;
-    let ladders = match options.family {
-        Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,
-        Family::Sm90 => sm90::ladders(arch, &options.head_dims, &options.seqlens)?,
-        Family::Sm100 => {
-            return Err(Error::Request("sm100 kernels have no ladder: use sm80 or sm90".to_owned()));
-        }
-    };
+    let ladders = families::ladders(options.family, arch, &options.head_dims, &options.seqlens)?;
     let profiler = options.ncu.as_deref().map(|ncu| Profiler::find(ncu, &options.program)).transpose()?;
-    if profiler.is_some() {
-        let own = device::open()?.arch();
-        if own != arch {
+    let gpu = if profiler.is_some() { Some(device::open()?) } else { device::open().ok() };
+    let gpu = match gpu {
+        Some(gpu) if gpu.arch() != arch && profiler.is_some() => {
+            let own = gpu.arch();
             let why =
                 format!("--target {arch}: counters are those of this machine's GPU: use --target {own}");
             return Err(Error::Request(why));
         }
-    }
+        other => other.filter(|gpu| gpu.arch() == arch),
+    };
     let compiler = Compiler::find(CompilerKind::Nvrtc)?;
     let (cache, headers) = (Cache::open_default(), Headers::embedded());
     let mut report = Report {
         arch,
         compiler: compiler.version()?,
+        device: gpu.as_ref().map(DeviceInfo::of).transpose()?,
+        command: command_line(),
+        commit: COMMIT,
+        date: utc_now(),
         profiler: profiler.as_ref().map_or("not asked".to_owned(), |own| own.version.clone()),
         kernels: Vec::new(),
         rows: Vec::new(),
@@ -147,6 +158,9 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
                     Ok(registers) => {
                         row.registers = Some(registers);
                         KernelRecord::add(&mut report.kernels, spec, arch)?;
+                        if let Some(gpu) = &gpu {
+                            row.driver_blocks_per_sm = Some(gpu.kernels.load(spec)?.blocks_per_sm()?);
+                        }
                         if let Some(profiler) = &profiler {
                             match profiler.count(&ladder.problem, spec)? {
                                 Ok(measured) => row.measured = measured,
@@ -174,6 +188,7 @@ fn row(ladder: &Ladder, step: &str, spec: &KernelSpec, arch: Arch) -> Row {
         planned_registers: None,
         registers: None,
         blocks_per_sm: None,
+        driver_blocks_per_sm: None,
         occupancy_pct: None,
         planned: BTreeMap::new(),
         measured: BTreeMap::new(),
@@ -305,6 +320,7 @@ fn cells(line: &str) -> Vec<String> {
 mod tests {
     use fa_core::{Dtype, Mask};
 
+    use super::super::sm80;
     use super::*;
 
     /// Answers as Nsight Compute does, by the name of the program that it is to profile.

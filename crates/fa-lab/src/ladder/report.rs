@@ -21,6 +21,8 @@ pub struct Report {
     pub family: Family,
     /// Launches of each kernel that counted.
     pub reps: usize,
+    /// The hash of the steps' kernels, as of `steps_digest`.
+    pub steps_digest: String,
     /// The kernels that ran.
     pub kernels: Vec<KernelRecord>,
     /// What was measured.
@@ -114,9 +116,9 @@ pub(super) fn peer_row(ladder: &Ladder, outcome: &Outcome, rows: &[Row]) -> Opti
 
 impl Report {
     /// An empty one.
-    pub fn new(provenance: Provenance, family: Family, turns: Turns) -> Report {
+    pub fn new(provenance: Provenance, family: Family, turns: Turns, steps_digest: String) -> Report {
         let reps = turns.rounds * turns.reps;
-        Report { provenance, family, reps, kernels: Vec::new(), rows: Vec::new() }
+        Report { provenance, family, reps, steps_digest, kernels: Vec::new(), rows: Vec::new() }
     }
 
     /// Notes a kernel that was run.

@@ -49,7 +49,7 @@ pub(crate) fn profile(report: &profile::Report) -> String {
     let mut text = format!("{} by {}; counters: {}\n", report.arch, report.compiler, report.profiler);
     for rows in report.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape == b.shape) {
         text += &format!("\n{}: {}\n", rows[0].ladder, rows[0].shape.words());
-        let mut header = vec!["step", "registers", "planned", "blocks/SM", "occupancy %"];
+        let mut header = vec!["step", "registers", "planned", "blocks/SM", "driver's", "occupancy %"];
         let counted = rows.iter().find(|row| !row.measured.is_empty());
         let planned: Vec<&str> = rows[0].planned.keys().copied().collect();
         let measured: Vec<&str> = counted.map_or(Vec::new(), |row| row.measured.keys().copied().collect());
@@ -65,6 +65,7 @@ pub(crate) fn profile(report: &profile::Report) -> String {
                 whole(row.registers),
                 whole(row.planned_registers),
                 whole(row.blocks_per_sm),
+                whole(row.driver_blocks_per_sm),
                 tenth(row.occupancy_pct),
             ];
             cells.extend(planned.iter().map(|name| tenth(row.planned.get(name).copied())));

@@ -1,5 +1,7 @@
 //! The tables of the documents, by name.
 
+mod ladder;
+
 use std::fmt::Write;
 use std::path::PathBuf;
 
@@ -110,8 +112,8 @@ const OF_RATES: [(&str, Form, &[&str]); 20] = [
     ("sm80", Form::Means, &["sm80", "sm80-bwd"]),
 ];
 
-/// The other blocks: the example of README, and its overview of rates.
-const OTHERS: [&str; 2] = ["plan", "summary"];
+/// The other blocks: the example of README, its overview of rates, and the ladders.
+const OTHERS: [&str; 3] = ["plan", "summary", "ladder"];
 
 /// The names of all blocks.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
@@ -137,6 +139,7 @@ pub(super) fn block(records: &Records, name: &str) -> anyhow::Result<Option<Stri
     Ok(match name {
         "plan" => Some(plan()?),
         "summary" => Some(overview(records)?),
+        "ladder" => Some(ladder::block(&records.folder)?),
         _ => None,
     })
 }

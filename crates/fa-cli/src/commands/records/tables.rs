@@ -1,5 +1,5 @@
-//! `fa records --tables`: the tables of README.md and docs/performance.md, written between markers from the
-//! summaries of records.
+//! `fa records --tables`: the tables of README.md, docs/performance.md and docs/sources.md, written between
+//! markers from the summaries of records.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::term::failure::Verdict;
 use crate::term::output;
 
 /// The documents with tables, below the folder of the repository.
-const DOCUMENTS: [&str; 2] = ["README.md", "docs/performance.md"];
+const DOCUMENTS: [&str; 3] = ["README.md", "docs/performance.md", "docs/sources.md"];
 
 /// Writes the tables of the documents above the folder of the results, or only compares them: a bad verdict
 /// where one of them is out of date.
