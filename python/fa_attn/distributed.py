@@ -28,13 +28,14 @@ from torch.nn import functional
 
 from ._checks import window
 from ._core import InputError, UnsupportedError
+from ._merging import merge
 from .interface import (
     flash_attn_backward,
     flash_attn_func,
     flash_attn_varlen_backward,
     flash_attn_varlen_func,
 )
-from .serving import flash_attn_with_kvcache, merge
+from .serving import flash_attn_with_kvcache
 
 __all__ = [
     "UlyssesAttention",

@@ -30,9 +30,9 @@ from ._codes import holds_codes
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
 from ._latents import ROOM
+from ._merging import merge
 from ._options import call_options, extras_of
 from ._types import A, Array
-from .serving import merge
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

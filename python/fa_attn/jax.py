@@ -29,7 +29,7 @@ from . import _core
 from ._core import UnsupportedError
 from ._modifications import Modifications
 from ._nvrtc import find_nvrtc
-from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
+from ._options import DESCALES, NO_EXTRAS, TENSORS, CallOptions, Extras
 from ._types import Window
 from .interface import flash_attn_func, flash_attn_varlen_func
 
@@ -293,7 +293,7 @@ def traced_attention(
         named["sinks"] = named["sinks"].astype(jnp.float32)
     if q.ndim == 4 and not {"cu_seqlens_k", "page_table"} & set(named):
         # As vmap folds its axis into the batch.
-        for name in ("q_descale", "k_descale", "v_descale"):
+        for name in DESCALES:
             if name in named and named[name].ndim == 1:
                 named[name] = jnp.broadcast_to(named[name], (q.shape[0], *named[name].shape))
     like = [_stand_in(x) for x in (q, k, v)]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
 from ._checks import array, check_backward, count, flag, number, offset, one_of, window
-from ._codes import DESCALES, coded
+from ._codes import coded
 from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
-from ._options import TENSORS, CallOptions, Extras, ExtraTensors, with_options
+from ._options import DESCALES, TENSORS, CallOptions, Extras, ExtraTensors, with_options
 from ._reports import page, plan_html, plan_text, problem_html, problem_text
 from ._types import A, Window
 
