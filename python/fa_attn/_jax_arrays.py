@@ -41,7 +41,7 @@ class JaxArrays(Arrays):
         np = self.library.jax.numpy
         seen = (indices >= 0) & (indices < rows)
         if lengths is not None:
-            seen &= np.arange(indices.shape[1]) < lengths[:, None]
+            seen &= np.arange(indices.shape[1])[None] < lengths[:, None]
         order = np.argsort(~seen, axis=1, stable=True)
         table = np.take_along_axis(np.where(seen, indices, 0), order, 1)
         return table.astype(np.int32), seen.sum(1, dtype=np.int32)
@@ -55,13 +55,14 @@ class JaxArrays(Arrays):
             return np.full(q.shape[:2], -np.inf, np.float32)
         keys = rows[table].astype(np.float32)
         scores = np.einsum("thd,tjd->thj", q.astype(np.float32), keys) * scale
-        is_seen = np.arange(table.shape[1]) < used[:, None]
+        is_seen = np.arange(table.shape[1])[None] < used[:, None]
         return np.where(is_seen[:, None], scores, -np.inf).max(-1)
 
     def sunk(self, out, lse, sinks):
         np = self.library.jax.numpy
         is_blind = np.isneginf(lse)
-        above = np.where(is_blind, 0.0, lse) - np.asarray(sinks, np.float32)[:, None]
+        column = np.asarray(sinks, np.float32).reshape((1,) * (lse.ndim - 2) + (-1, 1))
+        above = np.where(is_blind, 0.0, lse) - column
         share = np.where(is_blind, 0.0, self.library.jax.nn.sigmoid(above))
         return (out.astype(np.float32) * np.swapaxes(share, -1, -2)[..., None]).astype(out.dtype)
 
