@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The Python package on a GPU, as its users meet it: FlashAttention's own tests, the package's tests, jax under
-jit, the READMEs' lines, the examples. Prints a line for each, and what fails.
+"""The Python package on a GPU, as its users meet it: FlashAttention's own tests, the package's tests, jax
+under jit, the READMEs' lines, the examples. Prints a line for each, and what fails.
 
     python3 -m pip install --no-deps --target SITE target/wheels/fa_attn-*x86_64.whl
     PYTHONPATH=SITE python3 bench/python_faces.py --peer COPY --out FOLDER
 
-It needs torch with CUDA, pytest and numpy, and leaves out what else is missing (jax, transformers, COPY: a copy of
-Dao-AILab/flash-attention, of which tests/, hopper/*.py and flash_attn/bert_padding.py are read).
+It needs torch with CUDA, pytest and numpy, and leaves out what else is missing (jax, transformers, COPY: a
+copy of Dao-AILab/flash-attention, of which tests/, hopper/*.py and flash_attn/bert_padding.py are read).
 """
 
 import argparse
@@ -23,8 +23,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "python"
 # Those whose cases run on a GPU where there is one.
 TESTS = (
-    "test_torch.py test_torch_serving.py test_torch_engines.py test_torch_flash_mla.py test_fp8.py test_codes.py "
-    "test_flex.py test_jax.py test_jax_traced.py test_jax_programs.py test_jax_codes.py test_transformers.py"
+    "test_torch.py test_torch_serving.py test_torch_engines.py test_torch_flash_mla.py test_fp8.py "
+    "test_codes.py test_flex.py test_jax.py test_jax_traced.py test_jax_programs.py test_jax_codes.py "
+    "test_transformers.py"
 ).split()
 
 JAX = """
@@ -65,7 +66,8 @@ near("outside of jit", fa_attn.flash_attn_func(q, k, v, causal=True), formula(q,
 near("jit", jax.jit(ours)(q, k, v), formula(q, k, v))
 near("grad under jit", *(jax.jit(jax.grad(loss(f), (0, 1, 2)))(q, k, v) for f in (ours, formula)))
 near("vmap", jax.jit(jax.vmap(ours))(*(x[None] for x in (q, k, v)))[0], formula(q, k, v))
-near("scan", jax.lax.scan(lambda c, _: (ours(c, k, v), None), q, None, 2)[0], formula(formula(q, k, v).astype(q.dtype), k, v))
+twice = jax.lax.scan(lambda c, _: (ours(c, k, v), None), q, None, 2)[0]
+near("scan", twice, formula(formula(q, k, v).astype(q.dtype), k, v))
 lengths = dict(query_seq_lengths=jnp.int32([150, 90]), key_value_seq_lengths=jnp.int32([200, 70]))
 rows = jnp.arange(ROWS)
 seen = (rows[:, None] >= rows) & (rows < lengths["key_value_seq_lengths"][:, None, None])
@@ -93,7 +95,8 @@ assert torch.equal(codes.view(torch.uint8), fa_attn.quantize_kv(want, descale=sc
 print("ok results in codes")
 starts = torch.tensor([0, 300, 600], dtype=torch.int32, device="cuda")
 used = torch.tensor([200, 300], dtype=torch.int32, device="cuda")
-meta = fa_attn.get_scheduler_metadata(2, 300, 300, 4, 4, 64, used, torch.bfloat16, cu_seqlens_q=starts, causal=True)
+sizes = (2, 300, 300, 4, 4, 64, used, torch.bfloat16)
+meta = fa_attn.get_scheduler_metadata(*sizes, cu_seqlens_q=starts, causal=True)
 given = [q.flatten(0, 1), k, v, starts, None, 300, 300]
 options = dict(seqused_k=used, causal=True)
 want = fa_attn.flash_attn_varlen_func(*given, **options)
@@ -131,14 +134,15 @@ def steps(options):
         yield "jax", [*python, "-c", f"TORCH = {has('torch')}\n{JAX}"], 200
     for page in (ROOT / "README.md", PYTHON / "README.md"):
         for at, text in enumerate(blocks(page)):
-            needs = [name for name in ("jax", "transformers", "cupy") if f"import {name}" in text and not has(name)]
-            if not needs:
+            others = [name for name in ("jax", "transformers", "cupy") if f"import {name}" in text]
+            if all(map(has, others)):
                 yield f"{page.relative_to(ROOT)}, block {at + 1}", [*python, "-c", text], 120
     yield "examples/mla_decode.py", [*python, str(PYTHON / "examples/mla_decode.py")], 120
     yield "examples/start.ipynb", [*python, "-c", cells(PYTHON / "examples/start.ipynb")], 120
     tests = [str(PYTHON / "tests" / name) for name in TESTS]
     only = ["-k", "cuda or gpu or jax"] if options.quick else []
-    yield "tests", [*python, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *only, *tests], options.tests
+    command = [*python, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *only, *tests]
+    yield "tests", command, options.tests
     if options.peer:
         record = ["--record", str(options.out / "flash-attention.json")]
         command = [*python, str(PYTHON / "shim/run.py"), str(options.peer), "--suite", "fa2", "fa3", *record]
@@ -153,7 +157,9 @@ def main():
     parser.add_argument("--limit", type=int, default=100, help="seconds for FlashAttention's tests")
     parser.add_argument("--tests", type=int, default=150, help="seconds at most for the package's tests")
     parser.add_argument("--jobs", type=int, default=8, help="processes for FlashAttention's tests")
-    parser.add_argument("--quick", action="store_true", help="of the package's tests those alone that name a GPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="of the package's tests those alone that name a GPU"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.out = options.out.resolve()
@@ -162,11 +168,13 @@ def main():
         begin = time.time()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=os.environ)
-            text, state = done.stdout + done.stderr, "ok" if done.returncode == 0 else f"failed ({done.returncode})"
+            text = done.stdout + done.stderr
+            state = "ok" if done.returncode == 0 else f"failed ({done.returncode})"
             if "block" in name and "NameError: name" in text:
                 state = "left out"  # its names are the reader's own
         except subprocess.TimeoutExpired as error:
-            text = "".join(x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
+            parts = (error.stdout or b"", error.stderr or b"")
+            text = "".join(x.decode(errors="replace") if isinstance(x, bytes) else x for x in parts)
             state = f"cut off after {seconds} s"
         failed += state not in ("ok", "left out")
         lines.append(f"{state:20} {time.time() - begin:6.1f} s  {name}")

@@ -78,7 +78,7 @@ def as_codes(face, made, out, output_scale):
     """The result as codes of e4m3 that stand for it by `output_scale`, in `out` where the caller gives it."""
     if getattr(made, "requires_grad", False):
         raise UnsupportedError(
-            "output_scale: a result in codes has no gradients, detach q, k and v or call under torch.no_grad()"
+            "output_scale: a result in codes has no gradients, detach q, k and v or use torch.no_grad()"
         )
     if _type_of(array("output_scale", output_scale)) != "float32" or math.prod(output_scale.shape) != 1:
         have = f"{_type_of(output_scale)} of the shape {tuple(output_scale.shape)}"

@@ -400,8 +400,8 @@ def _alignment_of(bias, lengths):
     """That of a mask of torch.nn.attention.bias, which is a tensor without values."""
     if (bias.seq_len_q, bias.seq_len_kv) != lengths:
         raise InputError(
-            f"attn_mask is a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)} queries and keys, and the call "
-            f"has {lengths}: make one for these"
+            f"attn_mask is a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)} queries and keys, and the "
+            f"call has {lengths}: make one for these"
         )
     return _TOP_LEFT if bias.variant == CausalVariant.UPPER_LEFT else _BOTTOM_RIGHT
 

@@ -59,7 +59,16 @@ from ._core import InputError
 from ._faces import face_of
 from ._merging import flash_attn_combine, merge
 from ._modifications import asked, extents_of
-from ._options import DividedOptions, Options, call_options, extras_of, on_values, read_options, returned, with_options
+from ._options import (
+    DividedOptions,
+    Options,
+    call_options,
+    extras_of,
+    on_values,
+    read_options,
+    returned,
+    with_options,
+)
 from ._schedules import SchedulerMetadata, get_scheduler_metadata, plans_of
 from ._types import A, Array, Window
 from .serving import flash_attn_with_kvcache

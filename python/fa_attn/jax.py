@@ -366,9 +366,9 @@ def dot_product_attention(
 
     `bias` is added to the scaled scores, with a gradient, `mask` True where a query sees a key; both are
     broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
-    where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows beyond
-    `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows, heads)),
-    LSE in key's type, as jax's; `flash_attn_func` gives it in float32.
+    where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows
+    beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows,
+    heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32.
     """
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
