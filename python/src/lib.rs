@@ -11,6 +11,7 @@
 //! - `call_program`: a call's own mask and change of scores.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
+//! - `shards`: the rows of a sequence that ranks hold.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
@@ -29,6 +30,7 @@ mod overlap;
 mod planning;
 mod programs;
 mod raw;
+mod shards;
 mod slices;
 mod threads;
 mod xla;
@@ -47,6 +49,8 @@ mod _core {
     use super::merging::merge;
     #[pymodule_export]
     use super::programs::{program, program_eval, program_tiles, program_with};
+    #[pymodule_export]
+    use super::shards::chunks;
     #[pymodule_export]
     use super::xla::xla_handlers;
 
