@@ -1,4 +1,4 @@
-"""The functions on arrays without autograd: numpy, cupy, jax, and others through numpy."""
+"""The functions on arrays without autograd, whose libraries are those of `fa_attn._libraries`."""
 
 import importlib
 from reprlib import repr as short
@@ -16,202 +16,9 @@ from ._checks import (
     int32,
 )
 from ._codes import is_per_row
-from ._core import InputError, InputTypeError, UnsupportedError, dropout_bits
-from ._dropout import halves
-from ._latents import Latents, with_scales
-from ._nvrtc import find_nvrtc
+from ._core import InputError, UnsupportedError
+from ._latents import Latents
 from ._options import Extras
-
-# Candidates that are tried before two arrays count as overlapping.
-_OVERLAP_WORK = 10_000
-
-
-class _Numpy:
-    """Arrays in the CPU's memory."""
-
-    def __init__(self):
-        self.np = importlib.import_module("numpy")
-
-    def read(self, array):
-        """The array in a form that the extension module reads."""
-        if type(array) is not self.np.ndarray:
-            return self.written(array)
-        return array if self.is_read(array) else array.copy()
-
-    def is_read(self, array):
-        """Whether the extension module takes an array where it lies: rows in any order but from the last to
-        the first, of whole elements at their own alignment."""
-        flags, size = array.flags, array.itemsize
-        if flags.c_contiguous and flags.aligned:
-            return True
-        return flags.aligned and all(stride >= 0 and stride % size == 0 for stride in array.strides)
-
-    def written(self, array):
-        """An array in which the module writes, or another library's."""
-        if type(array).__module__.startswith("numpy.ma"):
-            raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
-        if getattr(array, "requires_grad", False):
-            kind = type(array).__name__
-            raise InputTypeError(
-                f"a {kind} that requires a gradient is beside arrays that have none: give all as {kind}, or "
-                "detach it"
-            )
-        return array
-
-    def empty(self, shape, like, dtype=None):
-        return self.np.empty(shape, like.dtype if dtype is None else dtype)
-
-    def zeros(self, shape, like, dtype=None):
-        return self.np.zeros(shape, like.dtype if dtype is None else dtype)
-
-    def floats(self, shape, like):
-        return self.np.empty(shape, self.np.float32)
-
-    def ints(self, value, count, like):
-        return self.np.full((count,), value, self.np.int32)
-
-    def copy(self, array):
-        return array.copy()
-
-    def stream(self, like):
-        return None
-
-    allocate = None
-    counts_on_host = True
-
-    def give(self, array):
-        return array
-
-    def read_by_program(self, array):
-        """An array in a type that programs read: as tracing declares those that they do not."""
-        array = self.host(array)
-        kinds = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int32"}
-        kind = kinds.get(array.dtype.name, array.dtype)
-        if array.dtype.name == "bool":
-            array, kind = array.view(self.np.uint8), self.np.uint8
-        if min(array.strides, default=0) < 0:
-            array = array.copy()
-        return array.astype(kind, copy=False)
-
-    def kept(self, extents, threshold, rng_state):
-        """The bits that dropout keeps."""
-        if rng_state is None:
-            raise InputError("dropout_p without rng_state: give (seed, offset), numpy has no state to take")
-        batch, heads, rows, keys = extents
-        bits = self.np.empty((batch, heads, rows, -(-keys // 32)), self.np.int32)
-        dropout_bits(bits, None, (*halves(rng_state), threshold), None)
-        return bits
-
-    def packed_bits(self, mask):
-        mask = self.host(mask)
-        if mask.shape[-1] == 1:
-            return self.np.where(mask, -1, 0).astype(self.np.int32)
-        mask = self.np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
-        return self.np.packbits(mask, axis=-1, bitorder="little").view(self.np.int32)
-
-    def contiguous(self, array):
-        return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array
-
-    def unstack(self, array, axis):
-        return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
-
-    def overlap(self, one, other):
-        """Whether two arrays have elements in common; True where that would take long to find out. Those of
-        another library are taken to have none."""
-        if not isinstance(other, self.np.ndarray):
-            return False
-        try:
-            return self.np.shares_memory(one, other, max_work=_OVERLAP_WORK)
-        except RuntimeError:
-            return True
-
-    def host(self, array):
-        """An array in the CPU's memory, as numpy's."""
-        is_own = isinstance(array, self.np.ndarray) or not hasattr(array, "__dlpack__")
-        return self.np.asarray(array) if is_own else self.np.from_dlpack(array)
-
-
-class _Cupy(_Numpy):
-    """Arrays of cupy, on its current stream."""
-
-    def __init__(self):
-        self.np = importlib.import_module("cupy")
-        find_nvrtc()
-
-    def stream(self, like):
-        return self.np.cuda.get_current_stream(like.device.id).ptr
-
-    def overlap(self, one, other):
-        has_both = isinstance(other, self.np.ndarray) and one.size > 0 and other.size > 0
-        return has_both and self.np.may_share_memory(one, other)
-
-    def is_read(self, array):
-        return array.flags.c_contiguous or min(array.strides) >= 0
-
-    # Not in host memory, where nothing is checked: lengths stay on the GPU.
-    counts_on_host = False
-
-    def host(self, array):
-        return self.np.asarray(array)
-
-    def allocate(self, count, zero):
-        make = self.np.zeros if zero else self.np.empty
-        return make((count,), self.np.uint8)
-
-
-class _Jax(_Numpy):
-    """Arrays of jax in the CPU's memory: results are allocated by numpy and handed over."""
-
-    def __init__(self):
-        super().__init__()
-        self.jax = importlib.import_module("jax")
-
-    def read(self, array):
-        return super().read(array) if isinstance(array, self.np.ndarray) else array
-
-    written = read
-
-    def copy(self, array):
-        return self.np.array(array)
-
-    def host(self, array):
-        # From a GPU's memory as well.
-        return self.np.asarray(array)
-
-    def give(self, array):
-        # Where jax has a GPU, its arrays are made there by default.
-        with self.jax.default_device(self.jax.devices("cpu")[0]):
-            return self.jax.numpy.asarray(array)
-
-    def contiguous(self, array):
-        # jax's own arrays are contiguous.
-        return array
-
-
-_FACES = {}
-
-
-def _face(kind, arrays=None):
-    key = kind, arrays
-    if key not in _FACES:
-        _FACES[key] = (arrays or Arrays)(kind())
-    return _FACES[key]
-
-
-def numpy_face():
-    return _face(_Numpy)
-
-
-def cupy_face():
-    return _face(_Cupy)
-
-
-def jax_face():
-    return _face(_Jax, _JaxArrays)
-
-
-def lent_face():
-    return _face(_Numpy, _LentArrays)
 
 
 class Arrays(Latents):
@@ -521,7 +328,7 @@ class Arrays(Latents):
         return array.__dlpack_device__()[0] == 1
 
 
-class _LentArrays(Arrays):
+class LentArrays(Arrays):
     """Arrays of other libraries in the CPU's memory, read as numpy's; results are numpy's."""
 
     lends = True
@@ -568,7 +375,7 @@ class _LentArrays(Arrays):
 
     def _lent(self, value):
         if isinstance(value, tuple):
-            return _mapped(self._lent, value)
+            return mapped(self._lent, value)
         np = self.library.np
         if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
             return value
@@ -579,174 +386,10 @@ class _LentArrays(Arrays):
             raise InputError(f"{kind} cannot be lent to numpy: {error}; convert it") from None
 
 
-class _JaxArrays(Arrays):
-    """jax's arrays cannot be written and jax exposes no stream. Arrays on a GPU are lent to torch and results
-    handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
-
-    def attention(self, q, *others, out=None, division=None, wants_lse=True, mods=None):
-        if out is not None:
-            raise UnsupportedError(_UNWRITTEN)
-        if _is_traced(q, *others, mods):
-            # The work plans of other calls are behind the extras.
-            return self._traced().traced_attention(q, *others[:4], division, mods)
-        if _is_on_gpu(q):
-            return self._by_torch("attention", q, *others, division=division, mods=mods)
-        return super().attention(q, *others, division=division, mods=mods)
-
-    def _traced(self):
-        return importlib.import_module("fa_attn.jax")
-
-    @property
-    def codes(self):
-        return importlib.import_module("._jax_codes", __package__)
-
-    def bits(self, array):
-        # Bytes have no gradients that could be refused.
-        return array if _is_traced(array) else super().bits(array)
-
-    def expanded(self, array, shape):
-        np = self.library.jax.numpy
-        return np.broadcast_to(array.reshape(1) if array.size == 1 else array, shape)
-
-    def chosen(self, indices, rows, lengths):
-        np = self.library.jax.numpy
-        seen = (indices >= 0) & (indices < rows)
-        if lengths is not None:
-            seen &= np.arange(indices.shape[1]) < lengths[:, None]
-        order = np.argsort(~seen, axis=1, stable=True)
-        table = np.take_along_axis(np.where(seen, indices, 0), order, 1)
-        return table.astype(np.int32), seen.sum(1, dtype=np.int32)
-
-    def repeated(self, lengths, times):
-        return self.library.jax.numpy.repeat(lengths, times)
-
-    # jax has no longer integers by default.
-    _index = "int32"
-
-    @property
-    def _operations(self):
-        return self.library.jax.numpy
-
-    def _own(self, array):
-        return self.library.jax.numpy.asarray(array)
-
-    def _of_bytes(self, name, cache, form):
-        # jax's own arrays are contiguous.
-        pages, page, _, width = cache.shape
-        if form.scale_bytes != 1:
-            return cache[:, :, 0], None
-        return with_scales(cache.reshape(pages, page * width), page, form)
-
-    def largest_scores(self, q, rows, table, used, scale):
-        np = self.library.jax.numpy
-        if not (rows.shape[0] and table.shape[1]):
-            return np.full(q.shape[:2], -np.inf, np.float32)
-        keys = rows[table].astype(np.float32)
-        scores = np.einsum("thd,tjd->thj", q.astype(np.float32), keys) * scale
-        is_seen = np.arange(table.shape[1]) < used[:, None]
-        return np.where(is_seen[:, None], scores, -np.inf).max(-1)
-
-    def sunk(self, out, lse, sinks):
-        np = self.library.jax.numpy
-        is_blind = np.isneginf(lse)
-        above = np.where(is_blind, 0.0, lse) - np.asarray(sinks, np.float32)[:, None]
-        share = np.where(is_blind, 0.0, self.library.jax.nn.sigmoid(above))
-        return (out.astype(np.float32) * np.swapaxes(share, -1, -2)[..., None]).astype(out.dtype)
-
-    def without_blind(self, lse):
-        np = self.library.jax.numpy
-        return np.where(np.isneginf(lse), np.inf, lse)
-
-    def backward(self, dout, *others):
-        if _is_traced(dout, *others):
-            return self._traced().traced_backward(dout, *others)
-        if _is_on_gpu(dout):
-            return self._by_torch("backward", dout, *others)
-        return super().backward(dout, *others)
-
-    def merge(self, outs, lses, sinks, dtype):
-        if _is_traced(tuple(outs), tuple(lses), sinks):
-            return self._traced().traced_merge(outs, lses, sinks, dtype)
-        if _is_on_gpu(outs[0]):
-            dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
-            return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
-        return super().merge(outs, lses, sinks, dtype)
-
-    def side_by_side(self, *arrays):
-        return self.library.jax.numpy.concatenate(arrays, -1)
-
-    def stored(self, values, out):
-        raise UnsupportedError(_UNWRITTEN)
-
-    def kept(self, q, extents, threshold, rng_state):
-        bits = self._traced().kept_bits(extents, threshold, rng_state)
-        return bits if _is_traced(q, bits) else self.library.np.asarray(bits)
-
-    def packed_bits(self, mask):
-        return self._traced().packed_bits(mask) if _is_traced(mask) else super().packed_bits(mask)
-
-    def is_in_host_memory(self, array):
-        return not _is_traced(array) and not _is_on_gpu(array)
-
-    def check(self, *_):
-        # `append` refuses all.
-        pass
-
-    def append(self, append):
-        raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")
-
-    def _by_torch(self, name, *arguments, **options):
-        try:
-            torch = importlib.import_module("torch")
-        except ImportError:
-            raise UnsupportedError(
-                "a jax array on a GPU: jax lets no other library write its memory; install torch with CUDA, "
-                "which lends it, or move the array to the CPU"
-            ) from None
-        face = importlib.import_module("fa_attn.torch")
-        jax, np = self.library.jax, self.library.np
-        device = None
-
-        def lent(value):
-            nonlocal device
-            if isinstance(value, jax.Array):
-                tensor = torch.from_dlpack(value)
-                device = tensor.device if device is None else device
-                return tensor
-            if isinstance(value, tuple):
-                return _mapped(lent, value)
-            # Lengths that the package itself has computed.
-            return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
-
-        def handed(value):
-            return None if value is None else jax.dlpack.from_dlpack(value.contiguous())
-
-        with torch.no_grad():
-            arguments = [*map(lent, arguments)]
-            named = {key: lent(value) for key, value in options.items()}
-            return tuple(map(handed, getattr(face, name)(*arguments, **named)))
-
-
-def _mapped(function, values):
+def mapped(function, values):
     """A tuple of the function's results, a named one by the same names."""
     made = map(function, values)
     return type(values)(*made) if hasattr(values, "_fields") else tuple(made)
-
-
-_UNWRITTEN = "out: jax arrays cannot be written, leave it out"
-
-
-def _is_traced(*values):
-    """Whether jax traces an array of these or of the tuples among them."""
-    tracer = importlib.import_module("jax").core.Tracer
-    return any(
-        _is_traced(*value) if isinstance(value, tuple) else isinstance(value, tracer) for value in values
-    )
-
-
-def _is_on_gpu(array):
-    devices = array.devices() if hasattr(array, "devices") else ()
-    return {device.platform for device in devices} - {"cpu"} != set()
 
 
 def _lse_shape(q):

@@ -9,12 +9,14 @@ those of rows, per K/V head, and out is of 16 bits.
 
 from __future__ import annotations
 
+import math
 from reprlib import repr as short
 from typing import Any, Literal, Optional, Tuple
 
-from ._checks import array, one_of
+from ._checks import array, check_out, one_of
 from ._core import InputError, UnsupportedError
 from ._faces import face_of
+from ._options import DESCALES
 from ._types import A, Array
 
 # Codes by the names of vLLM's `kv_cache_dtype`.
@@ -35,7 +37,6 @@ _LARGEST = {"e4m3": 448.0, "int8": 127.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
-DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
@@ -71,6 +72,19 @@ def by_factor(face, out, given, factor):
     result is written to."""
     scaled = face.codes.scaled(out, *factor)
     return scaled if given is None else face.stored(scaled, given)
+
+
+def as_codes(face, made, out, output_scale):
+    """The result as codes of e4m3 that stand for it by `output_scale`, in `out` where the caller gives it."""
+    if getattr(made, "requires_grad", False):
+        raise UnsupportedError(
+            "output_scale: a result in codes has no gradients, detach q, k and v or use torch.no_grad()"
+        )
+    if _type_of(array("output_scale", output_scale)) != "float32" or math.prod(output_scale.shape) != 1:
+        have = f"{_type_of(output_scale)} of the shape {tuple(output_scale.shape)}"
+        raise InputError(f"output_scale is {have}: it must be one float32, by which the result is divided")
+    codes, _ = face.codes.quantized(made, "e4m3", _LARGEST["e4m3"], None, output_scale)
+    return codes if out is None else face.stored(codes, check_out(out, codes.shape, codes.dtype))
 
 
 def _type_of(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Dict
 
 from ._core import InputTypeError
@@ -33,25 +34,33 @@ def _find(kind):
         return face
     roots = {base.__module__.split(".")[0] for base in kind.__mro__}
     if "cupy" in roots:
-        from ._arrays import cupy_face as make
-
-        face = make()
+        name = "cupy"
     elif roots & {"jax", "jaxlib"}:
-        from ._arrays import jax_face as make
-
-        face = make()
+        name = "jax"
     elif "numpy" in roots:
-        from ._arrays import numpy_face as make
-
-        face = make()
+        name = "numpy"
     elif hasattr(kind, "__dlpack__"):
-        from ._arrays import lent_face as make
-
-        face = make()
+        name = "lent"
     else:
         raise InputTypeError(
             f"{kind.__module__}.{kind.__qualname__} is no array that speaks DLPack: use numpy, torch, jax or "
             "cupy"
         )
+    face = _own(name)
     _KNOWN[kind] = face
     return face
+
+
+@lru_cache(maxsize=None)
+def _own(name):
+    """The one face of a library without autograd, whose types share it."""
+    from . import _libraries as libraries
+    from ._arrays import Arrays, LentArrays
+
+    if name == "jax":
+        from ._jax_arrays import JaxArrays
+
+        return JaxArrays(libraries.Jax())
+    if name == "cupy":
+        return Arrays(libraries.Cupy())
+    return (LentArrays if name == "lent" else Arrays)(libraries.Numpy())

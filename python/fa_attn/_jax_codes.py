@@ -22,12 +22,18 @@ def quantized(x, codes, largest, axes, descale):
         # Of a division by one number XLA makes a product with its inverse, whose bits are others.
         largest_codes = jnp.where(top < 0.0, 1.0, largest)
         descale = jnp.atleast_1d(jnp.maximum(top / largest_codes, _SMALLEST_NORMAL))
-    factor = jnp.asarray(descale, jnp.float32).reshape(broadcast_shape(descale, values))
+    factor = _beside(descale, values)
     inverse = jnp.clip(1.0 / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     values = jnp.clip(values * jnp.where(factor == 0, 0.0, inverse), -largest, largest)
     if codes == "int8":
         values = jnp.round(jnp.where(jnp.isnan(values), 0.0, values))
     return values.astype(_TYPES[codes]), descale
+
+
+def _beside(descale, x):
+    """Descales with as many axes as what they are multiplied with: jax may be told to promote no ranks."""
+    shape = broadcast_shape(descale, x)
+    return jnp.asarray(descale, jnp.float32).reshape((1,) * (x.ndim - len(shape)) + tuple(shape))
 
 
 def decoded(codes, descale, dtype):
@@ -38,7 +44,7 @@ def decoded(codes, descale, dtype):
     codes = codes.view(jnp.float8_e4m3fn) if codes.dtype == jnp.uint8 else codes
     values = codes.astype(jnp.float32)
     if descale is not None:
-        values = values * jnp.asarray(descale, jnp.float32).reshape(broadcast_shape(descale, codes))
+        values = values * _beside(descale, codes)
     return values if dtype is None else values.astype(dtype)
 
 
@@ -51,6 +57,7 @@ def scaled(x, descale, starts, group):
     elif factor.ndim == 2 and factor.shape[0] > 0:
         of_row = jnp.searchsorted(jnp.asarray(starts)[1:], jnp.arange(x.shape[0]), side="right")
         factor = factor[jnp.minimum(of_row, factor.shape[0] - 1)]
+    factor = factor.reshape((1,) * (x.ndim - 1 - factor.ndim) + factor.shape)
     return (x * factor[..., None]).astype(x.dtype)
 
 

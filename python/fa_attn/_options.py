@@ -80,7 +80,12 @@ class Codes(NamedTuple):
     """An argument that names the codes of K and V, which `coded` reads."""
 
 
+class Stored(NamedTuple):
+    """An argument that says what the result is stored as, which `as_codes` reads."""
+
+
 _NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
+_IN_ORDER = Only((None,), "keys are read in order: gather them, or give pages of one row")
 _ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
 
 
@@ -105,16 +110,20 @@ class CommonOptions(TypedDict, total=False):
     k_descale: Annotated[Optional[Array], Tensor("k_descale")]
     v_descale: Annotated[Optional[Array], Tensor("v_descale")]
     kv_cache_dtype: Annotated[Optional[str], Codes()]
+    output_scale: Annotated[Optional[Array], Stored()]
     score_mod_bwd: Annotated[None, _NO_SCORES]
     aux_tensors: Annotated[None, _NO_SCORES]
     aux_scalars: Annotated[None, _NO_SCORES]
+    aux_tensor_leading_dims: Annotated[None, _NO_SCORES]
+    dynamic_causal: Annotated[
+        None, Only((None,), "causal is one for all sequences: call for those of each kind, or give mask_mod")
+    ]
     block_sparse_tensors: Annotated[Any, Modification()]
     block_sparse_tensors_bwd: Annotated[
         None, Only((None,), "the backward's lists follow from block_sparse_tensors, leave it out")
     ]
-    gather_kv_indices: Annotated[
-        None, Only((None,), "keys are read in order: gather them, or give pages of one row")
-    ]
+    gather_kv_indices: Annotated[None, _IN_ORDER]
+    gather_kv_valid_length: Annotated[None, _IN_ORDER]
     seqlen_k_per_split: Annotated[
         None, Only((None,), "how keys are divided is the planner's choice, leave it out")
     ]
@@ -130,12 +139,18 @@ class CommonOptions(TypedDict, total=False):
     ver: Annotated[Optional[int], Unneeded(upper_bound)]
 
 
-class Options(CommonOptions, total=False):
-    """Those of the functions but `flash_attn_with_kvcache`, to which these are more than options."""
+class DividedOptions(CommonOptions, total=False):
+    """Those of functions with `scheduler_metadata` among their arguments."""
 
     num_splits: Annotated[Optional[int], Division()]
+
+
+class Options(DividedOptions, total=False):
+    """Those of the other functions, which plan their own work."""
+
     scheduler_metadata: Annotated[
-        Any, Only((None,), "it is for flash_attn_with_kvcache, other calls plan their own work")
+        Any,
+        Only((None,), "it is for flash_attn_with_kvcache and flash_attn_varlen_func, leave it out"),
     ]
 
 
@@ -231,7 +246,7 @@ def read_options(function, options):
         elif isinstance(row, State):
             if value is not None and ("kvcache" in function or "backward" in function):
                 raise UnsupportedError(f"{name}: {function} has no dropout, leave it out")
-        elif not isinstance(row, (Codes, Division, Modification, Number)):
+        elif not isinstance(row, (Codes, Division, Modification, Number, Stored)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 
@@ -247,7 +262,7 @@ def on_values(face, q, v, options, numbers):
     ((name, qv),) = given.items()
     if numbers.out_dtype is not None:
         raise UnsupportedError(f"{name} with q of 8 bits: give both in 16 bits, k and v may be of 8")
-    factors = ("q_descale", "k_descale", "v_descale")[: 1 if numbers.kv_dtype is not None else 3]
+    factors = DESCALES[: 1 if numbers.kv_dtype is not None else 3]
     for factor in factors:
         if options.get(factor) is not None:
             raise UnsupportedError(
@@ -284,6 +299,7 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 # The names of those that are tensors.
 TENSORS = Extras._fields[:-2]
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def extras_of(

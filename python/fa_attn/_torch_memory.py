@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from ._checks import array
 from ._core import BESIDE, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
-from ._options import Extras, is_varied
+from ._options import DESCALES, Extras, is_varied
 from ._torch_flops import count_operations
 from ._torch_shardings import tell_shardings
 
@@ -29,7 +29,6 @@ _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
 _STRIDED = torch.strided
 FLOAT = torch.float32
-DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def stream_of(q):

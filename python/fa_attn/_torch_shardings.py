@@ -9,12 +9,12 @@ import sys
 import torch
 
 from ._core import InputTypeError, UnsupportedError
+from ._options import DESCALES
 
 _HEADS, _BATCH, _WHOLE = "heads", "batch", "whole"
 
 # What the operators' tensors are, by their names in the schemas.
 _ROWS = ("q", "k", "v", "out", "dout", "k_cache", "v_cache")
-_DESCALES = ("q_descale", "k_descale", "v_descale")
 _PER_SEQUENCE = ("seqused_q", "seqused_k", "page_table")
 _OUTPUTS = {
     "fa_attn::forward": ("out", "lse"),
@@ -102,15 +102,15 @@ def _placed(name, axes, way, is_paged):
     if way == _HEADS:
         if name in _ROWS or name in ("lse", "dlse"):
             return Shard(axes - 2)
-        if name in ("alibi_slopes", "sinks", "dsinks", *_DESCALES):
+        if name in ("alibi_slopes", "sinks", "dsinks", *DESCALES):
             return Shard(axes - 1)
     if way == _BATCH:
         if name == "dsinks":
             return Partial()
         has_batch = name in _ROWS or name in ("lse", "dlse") or name in _PER_SEQUENCE
         is_shared = is_paged and name in ("k", "v")
-        by_sequence = axes == 2 or (name in _DESCALES and axes == 3 and not is_paged)
-        if (has_batch and not is_shared) or (name in ("alibi_slopes", *_DESCALES) and by_sequence):
+        by_sequence = axes == 2 or (name in DESCALES and axes == 3 and not is_paged)
+        if (has_batch and not is_shared) or (name in ("alibi_slopes", *DESCALES) and by_sequence):
             return Shard(0)
     return Replicate()
 

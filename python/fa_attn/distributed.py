@@ -26,15 +26,17 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from . import _core
 from ._checks import window
 from ._core import InputError, UnsupportedError
+from ._merging import merge
 from .interface import (
     flash_attn_backward,
     flash_attn_func,
     flash_attn_varlen_backward,
     flash_attn_varlen_func,
 )
-from .serving import flash_attn_with_kvcache, merge
+from .serving import flash_attn_with_kvcache
 
 __all__ = [
     "UlyssesAttention",
@@ -75,12 +77,14 @@ def _place(group):
 
 
 def _chunks(layout, world):
-    """The chunks of each rank, in the order in which it stores them."""
-    if layout not in LAYOUTS:
-        raise InputError(f"layout is {layout!r}: use one of {', '.join(LAYOUTS)}")
-    if layout == "zigzag":
-        return [[rank, 2 * world - 1 - rank] for rank in range(world)]
-    return [[rank] for rank in range(world)]
+    """The chunks of each rank, in the order in which it stores them: those of the crate fa-dist."""
+    if not isinstance(layout, str):
+        raise InputError(f"layout is {layout!r}: it must be a name, zigzag or contiguous")
+    return _core.chunks(layout, world)
+
+
+# Called by torch.compile where it traces, not traced.
+_chunks._dynamo_marked_constant = True
 
 
 def _chunk_length(rows, per_rank, layout):

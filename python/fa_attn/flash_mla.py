@@ -25,14 +25,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
-from ._checks import array, check_within_cache, count, flag, lengths_of, surely
+from ._checks import array, check_out, check_within_cache, count, flag, lengths_of, surely
 from ._codes import holds_codes
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
 from ._latents import ROOM
+from ._merging import merge
 from ._options import call_options, extras_of
 from ._types import A, Array
-from .serving import merge
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -82,6 +82,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: Optional[Array] = None,
     descale_q: Optional[Array] = None,
     descale_k: Optional[Array] = None,
+    out: Optional[A] = None,
 ) -> Tuple[A, A]:
     """(out, lse) of new tokens on their sequences' rows, or on those that `indices` names.
 
@@ -101,7 +102,8 @@ def flash_mla_with_kvcache(
     element; q may then be codes, too, times `descale_q`, and out is bfloat16, beside other arrays than torch's
     in uint8 float32.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim_v) and lse float32 (batch, heads_q, seqlen_q).
+    `out`: an array of the result's shape and type, to which it is written. Returns out (batch, seqlen_q,
+    heads_q, head_dim_v) and lse float32 (batch, heads_q, seqlen_q).
     """
     face = face_of(array("q", q))
     for name, value, axes in (("q", q, "(batch, seqlen_q"), ("k_cache", k_cache, "(pages, page")):
@@ -144,11 +146,11 @@ def flash_mla_with_kvcache(
             raise InputError("block_table and cache_seqlens are missing: give both, or indices")
         lengths_of("cache_seqlens", cache_seqlens, q.shape[0])
         table = face.contiguous(array("block_table", block_table))
-        out, lse = _on_pages(face, tokens, cache, columns, numbers, table, cache_seqlens, metadata.plans)
+        made, lse = _on_pages(face, tokens, cache, columns, numbers, table, cache_seqlens, metadata.plans)
     else:
         if numbers.causal:
             raise InputError("causal with indices: they say which rows a token sees, leave it out")
-        out, lse = _on_indices(face, tokens, cache, columns, numbers, "indices", indices, topk_length)
+        made, lse = _on_indices(face, tokens, cache, columns, numbers, "indices", indices, topk_length)
         if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
             raise InputError("extra_k_cache and extra_indices_in_kvcache belong together: give both")
         if extra_k_cache is not None:
@@ -159,8 +161,9 @@ def flash_mla_with_kvcache(
             _columns(q, cache, "extra_k_cache", head_dim_v)
             named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
             more, more_lse = _on_indices(face, tokens, cache, columns, numbers, *named)
-            out, lse = merge([out, more], [lse, more_lse])
-    return _finished(face, out, lse, attn_sink)
+            made, lse = merge([made, more], [lse, more_lse])
+    made, lse = _finished(face, made, lse, attn_sink)
+    return _written(face, made, out), lse
 
 
 def flash_mla_sparse_fwd(
@@ -172,13 +175,15 @@ def flash_mla_sparse_fwd(
     attn_sink: Optional[Array] = None,
     topk_length: Optional[Array] = None,
     return_max_logits: bool = True,
+    out: Optional[A] = None,
 ) -> Tuple[A, Optional[A], A]:
     """(out, max_logits, lse) of tokens on the rows that `indices` names: the prefill of sparse attention.
 
     q (seqlen_q, heads_q, head_dim), kv (seqlen_k, 1, head_dim), of which the first `d_v` columns are the
     values. `indices`: int32 (seqlen_q, 1, topk), the rows that each token sees; an entry outside of kv names
     none, as do those from `topk_length` (seqlen_q,) on. `attn_sink`: float32 (heads_q,), a logit that joins
-    the denominators of out. Returns out (seqlen_q, heads_q, d_v) and two float32 (seqlen_q, heads_q): the
+    the denominators of out. `out`: an array of the result's shape and type, to which it is written. Returns
+    out (seqlen_q, heads_q, d_v) and two float32 (seqlen_q, heads_q): the
     largest scaled score of each row, -inf where it sees none, and lse, both without the sink. The largest
     scores take a pass of their own over the rows, several times as long as the rest: without
     `return_max_logits` None is returned in their place.
@@ -194,13 +199,13 @@ def flash_mla_sparse_fwd(
     tokens, rows = _without_gradients(face, q=q, kv=kv)
     of_tokens: Any = indices
     named = ("indices", of_tokens, topk_length)
-    out, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
-    out, lse = _finished(face, out, lse, attn_sink)
+    made, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
+    made, lse = _finished(face, made, lse, attn_sink)
     largest = None
     if flag("return_max_logits", return_max_logits):
         chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
         largest = face.largest_scores(tokens, rows[:, 0], *chosen, numbers.scale)
-    return out[:, 0], largest, lse[..., 0]
+    return _written(face, made[:, 0], out), largest, lse[..., 0]
 
 
 def _in_numbers(face, q, is_packed, descale_q, descale_k):
@@ -312,3 +317,8 @@ def _finished(face, out, lse, sinks):
             raise InputError(f"attn_sink has the shape {tuple(sinks.shape)}: it must be {need}, (heads_q,)")
         out = face.sunk(out, lse, sinks)
     return out, face.without_blind(lse)
+
+
+def _written(face, made, out):
+    """The result, in the caller's array where there is one."""
+    return made if out is None else face.stored(made, check_out(out, made.shape, made.dtype))

@@ -13,6 +13,7 @@ from operator import and_, or_
 from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
@@ -399,18 +400,40 @@ def scaled_dot_product_attention(
     """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
 
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
-    with a gradient where it asks for one. `dropout_p`: probabilities are dropped by torch's generator, with
-    FlashAttention-2's bits. `is_causal` is aligned at the top left. A query that sees no key
-    gives 0.
+    with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
+    probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
+    the top left. A query that sees no key gives 0.
     """
     is_causal = flag("is_causal", is_causal)
     if is_causal and attn_mask is not None:
         raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
+    alignment = _TOP_LEFT if is_causal else None
+    if isinstance(attn_mask, CausalBias):
+        alignment, attn_mask = _alignment_of(attn_mask, (query.shape[-2], key.shape[-2])), None
+    options = dropout_p, alignment, scale, flag("enable_gqa", enable_gqa)
+    return _scaled(query, key, value, attn_mask, *options)
+
+
+# Where a causal mask begins, or ends.
+_TOP_LEFT, _BOTTOM_RIGHT = "top left", "bottom right"
+
+
+def _alignment_of(bias, lengths):
+    """That of a mask of torch.nn.attention.bias, which is a tensor without values."""
+    if (bias.seq_len_q, bias.seq_len_kv) != lengths:
+        raise InputError(
+            f"attn_mask is a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)} queries and keys, and the "
+            f"call has {lengths}: make one for these"
+        )
+    return _TOP_LEFT if bias.variant == CausalVariant.UPPER_LEFT else _BOTTOM_RIGHT
+
+
+def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa):
+    """scaled_dot_product_attention with a causal mask that is aligned in either way, or none."""
     if query.dim() != 4:
-        return _with_other_axes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    enable_gqa = flag("enable_gqa", enable_gqa)
+        return _with_other_axes(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa)
     if not enable_gqa:
         query, key, value = _broadcast(query, key, value)
     # One head of keys is shared by all heads of queries.
@@ -419,8 +442,8 @@ def scaled_dot_product_attention(
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
     mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
-    offset = q.shape[1] - k.shape[1] if is_causal else 0
-    return _attention(q, k, v, mods, scale, is_causal, offset)[0]
+    offset = q.shape[1] - k.shape[1] if alignment is _TOP_LEFT else 0
+    return _attention(q, k, v, mods, scale, alignment is not None, offset)[0]
 
 
 def _broadcast(query, key, value):
@@ -455,7 +478,7 @@ def _with_other_axes(query, key, value, attn_mask, *options):
         q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    out = scaled_dot_product_attention(q, k, v, attn_mask, *options)
+    out = _scaled(q, k, v, attn_mask, *options)
     if axes < 4:
         return out[(0,) * (4 - axes)]
     return out.unflatten(0, batch)

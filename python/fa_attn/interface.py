@@ -37,14 +37,17 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
   or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32. On a GPU, of
   compute capability 9.0, without a soft cap and descales for each row.
+- `output_scale`: float32 (1,). The result is then float8_e4m3fn (of numpy's arrays uint8 with its bits): what
+  would be in 16 bits, divided by it. Without gradients.
 - `qv` (also `q_v`): q's rows of v's columns. Keys are then v followed by k, as in multi-head latent
   attention (MLA): scores are q k^T + qv v^T, and `softmax_scale` is by default 1 / sqrt(head_dim +
   head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. Without gradients. v may
   have any columns, on a GPU, of compute capability 9.0, 512.
-- arguments that are accepted at their neutral value only: `sm_margin` 0; `scheduler_metadata`,
-  `score_mod_bwd`, `block_sparse_tensors_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
-  `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other
-  value raises an error.
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `scheduler_metadata`
+  (but of `flash_attn_varlen_func` and `flash_attn_with_kvcache`), `score_mod_bwd`,
+  `block_sparse_tensors_bwd`, `aux_tensors`, `aux_tensor_leading_dims`, `aux_scalars`, `dynamic_causal`,
+  `gather_kv_indices`, `gather_kv_valid_length`, `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k`
+  None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """
@@ -54,14 +57,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
 from ._checks import array, check_backward, check_lse, upper_bound
-from ._codes import by_factor, coded, holds_codes, no_codes
+from ._codes import as_codes, by_factor, coded, holds_codes, no_codes
 from ._core import InputError
 from ._dropout import dropping
 from ._faces import face_of
+from ._merging import flash_attn_combine, merge
 from ._modifications import asked, extents_of
-from ._options import Options, call_options, extras_of, on_values, read_options, returned, with_options
+from ._options import (
+    DividedOptions,
+    Options,
+    call_options,
+    extras_of,
+    on_values,
+    read_options,
+    returned,
+    with_options,
+)
+from ._schedules import SchedulerMetadata, get_scheduler_metadata, plans_of
 from ._types import A, Array, Window
-from .serving import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata, merge
+from .serving import flash_attn_with_kvcache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -149,9 +163,10 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     face = face_of(q)
-    given = q, k, v
+    given, output_scale = (q, k, v), options.get("output_scale")
+    room = out if output_scale is None else None
     q, k, v, tensors, numbers, factor = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=out
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=room
     )
     if alibi_slopes is None and not tensors:
         extras = None
@@ -161,12 +176,14 @@ def flash_attn_func(
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
-        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+        q, k, v, numbers, extras, out=room, division=division, wants_lse=wants_lse, mods=mods
     )
     if numbers.kv_dtype is not None:
         made, lse = face.refused((made, lse), *given)
     if factor is not None:
-        made = by_factor(face, made, out, factor)
+        made = by_factor(face, made, room, factor)
+    if output_scale is not None:
+        made = as_codes(face, made, out, output_scale)
     return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -212,38 +229,22 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
-    tensors, division = read_options("flash_attn_qkvpacked_func", options)
-    face = _face_of_stacked("qkv", qkv, 5, 2, 3)
-    if holds_codes(qkv):
-        q, k, v = face.unstack(qkv, 2)
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            return_softmax_lse=return_softmax_lse,
-            return_lse=return_lse,
-            **options,
-        )
-    no_codes("qkv", options)
-    extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    return _of_stacked(
+        "flash_attn_qkvpacked_func",
+        qkv,
+        None,
+        dropout_p,
+        dict(
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            deterministic=deterministic,
+        ),
+        alibi_slopes,
+        (return_softmax_lse, return_lse, return_attn_probs),
+        options,
     )
-    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    stacked: Any = qkv
-    mods = _asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options, dropout_p)
-    out, lse = face.packed_attention(
-        qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
-    )
-    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off
@@ -318,6 +319,58 @@ def _face_of_stacked(name, stacked, axes, axis, count):
     return face_of(stacked)
 
 
+def _of_stacked(function, qkv, packed, dropout_p, numbers, alibi_slopes, returns, options):
+    """What a function gives of q, k and v in one array, whose gradient is one array, too. `packed`: the
+    starts of sequences and their upper bound, None of a padded batch; `numbers`: the arguments of
+    `call_options`."""
+    tensors, division = read_options(function, options)
+    axis = 2 if packed is None else 1
+    face = _face_of_stacked("qkv", qkv, axis + 3, axis, 3)
+    wants_softmax_lse, wants_lse, wants_probs = returns
+    if holds_codes(qkv) or options.get("output_scale") is not None:
+        lengths = () if packed is None else (packed[0], packed[0], packed[1], packed[1])
+        return (flash_attn_func if packed is None else flash_attn_varlen_func)(
+            *face.unstack(qkv, axis),
+            *lengths,
+            dropout_p=dropout_p,
+            alibi_slopes=alibi_slopes,
+            return_attn_probs=wants_probs,
+            return_softmax_lse=wants_softmax_lse,
+            return_lse=wants_lse,
+            **numbers,
+            **options,
+        )
+    no_codes("qkv", options)
+    if packed is not None:
+        starts, longest = packed
+        if longest is None:
+            raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
+        longest = upper_bound("max_seqlen", longest)
+        tensors = dict(
+            tensors,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+    extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
+
+    def extents():
+        q = qkv[:, :, 0] if packed is None else qkv[:, 0]
+        return extents_of(q, q, extras)
+
+    out, lse = face.packed_attention(
+        qkv,
+        axis,
+        call_options(**numbers, query_offset=options.get("query_offset")),
+        extras,
+        division=division,
+        wants_lse=not (wants_softmax_lse is wants_lse is wants_probs is False),
+        mods=_asked(qkv, extents, options, dropout_p),
+    )
+    return returned(out, lse, *returns)
+
+
 # fmt: off
 @overload
 def flash_attn_varlen_func(
@@ -329,7 +382,7 @@ def flash_attn_varlen_func(
     seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
     page_table: Optional[Array] = None, out: Optional[Array] = None,
     return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
 ) -> A: ...
 @overload
 def flash_attn_varlen_func(
@@ -340,7 +393,8 @@ def flash_attn_varlen_func(
     return_attn_probs: Literal[False] = False, block_table: Optional[Array] = None, *,
     seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
     page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: Literal[True],
-    return_lse: bool = False, **options: Unpack[Options],
+    return_lse: bool = False,
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
 ) -> Tuple[A, A]: ...
 @overload
 def flash_attn_varlen_func(
@@ -351,7 +405,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Optional[Array] = None, *,
     seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
     page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: bool = False,
-    return_lse: bool = False, **options: Unpack[Options],
+    return_lse: bool = False,
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
 ) -> Any: ...
 # fmt: on
 @with_options
@@ -379,7 +434,8 @@ def flash_attn_varlen_func(
     out: Optional[Array] = None,
     return_softmax_lse: bool = False,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    scheduler_metadata: Optional[SchedulerMetadata] = None,
+    **options: Unpack[DividedOptions],
 ) -> Any:
     """`flash_attn_func` of sequences that are packed end to end.
 
@@ -389,8 +445,9 @@ def flash_attn_varlen_func(
     packed sequence. With `block_table` (also `page_table`), int32 (batch, pages of a sequence), k and v are
     (pages, page, heads_kv, head_dim), any page size, and have no gradients; their lengths come from
     cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,), rows in use of each sequence. `out`:
-    see `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch
-    tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
+    see `flash_attn_func`. `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
+    Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
+    where `out` is given, rows of out that belong to no sequence are not written.
     """
     tensors, division = read_options("flash_attn_varlen_func", options)
     if block_table is not None and page_table is not None:
@@ -409,9 +466,18 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    given = q, k, v
+    given, output_scale = (q, k, v), options.get("output_scale")
+    room = out if output_scale is None else None
+    plans = None
+    if scheduler_metadata is not None:
+        plans = plans_of(scheduler_metadata)
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        longest = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
+        chunk = options.get("attention_chunk")
+        scheduler_metadata.check(q, k, v, numbers, batch, longest, table is not None, chunk)
+        division = scheduler_metadata.divided(division)
     q, k, v, tensors, numbers, factor = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=out
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=room
     )
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
@@ -428,12 +494,14 @@ def flash_attn_varlen_func(
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
-        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+        q, k, v, numbers, extras, plans, out=room, division=division, wants_lse=wants_lse, mods=mods
     )
     if numbers.kv_dtype is not None:
         made, lse = face.refused((made, lse), *given)
     if factor is not None:
-        made = by_factor(face, made, out, factor)
+        made = by_factor(face, made, room, factor)
+    if output_scale is not None:
+        made = as_codes(face, made, out, output_scale)
     return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -482,52 +550,22 @@ def flash_attn_varlen_qkvpacked_func(
     **options: Unpack[Options],
 ) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
-    tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
-    face = _face_of_stacked("qkv", qkv, 4, 1, 3)
-    if holds_codes(qkv):
-        q, k, v = face.unstack(qkv, 1)
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            return_softmax_lse=return_softmax_lse,
-            return_lse=return_lse,
-            **options,
-        )
-    no_codes("qkv", options)
-    if max_seqlen is None:
-        raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
-    max_seqlen = upper_bound("max_seqlen", max_seqlen)
-    extras = extras_of(
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        alibi_slopes=alibi_slopes,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        **tensors,
+    return _of_stacked(
+        "flash_attn_varlen_qkvpacked_func",
+        qkv,
+        (cu_seqlens, max_seqlen),
+        dropout_p,
+        dict(
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            deterministic=deterministic,
+        ),
+        alibi_slopes,
+        (return_softmax_lse, return_lse, return_attn_probs),
+        options,
     )
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
-    )
-    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    stacked: Any = qkv
-    mods = _asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options, dropout_p)
-    out, lse = face.packed_attention(
-        qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
-    )
-    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off

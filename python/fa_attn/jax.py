@@ -30,7 +30,7 @@ from ._core import InputError, UnsupportedError
 from ._dropout import halves
 from ._modifications import Modifications
 from ._nvrtc import find_nvrtc
-from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
+from ._options import DESCALES, NO_EXTRAS, TENSORS, CallOptions, Extras
 from ._types import Window
 from .interface import flash_attn_func, flash_attn_varlen_func
 
@@ -262,9 +262,8 @@ def packed_bits(mask: Any) -> Any:
         return jnp.where(mask, -1, 0).astype(jnp.int32)
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
     words = mask.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(
-        (words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32), jnp.int32
-    )
+    places = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * mask.ndim + (32,))
+    return jax.lax.bitcast_convert_type((words << places).sum(-1, dtype=jnp.uint32), jnp.int32)
 
 
 def _words(value: Any) -> Any:
@@ -348,7 +347,7 @@ def traced_attention(
         named["sinks"] = named["sinks"].astype(jnp.float32)
     if q.ndim == 4 and not {"cu_seqlens_k", "page_table"} & set(named):
         # As vmap folds its axis into the batch.
-        for name in ("q_descale", "k_descale", "v_descale"):
+        for name in DESCALES:
             if name in named and named[name].ndim == 1:
                 named[name] = jnp.broadcast_to(named[name], (q.shape[0], *named[name].shape))
     like = [_stand_in(x) for x in (q, k, v)]
@@ -383,14 +382,15 @@ def traced_merge(outs: Any, lses: Any, sinks: Any, dtype: Any) -> Tuple[Any, Any
     parts = jnp.stack([lse.astype(jnp.float32) for lse in lses])
     logits = parts
     if sinks is not None:
-        column = jnp.asarray(sinks, jnp.float32)[:, None]
-        logits = jnp.concatenate([parts, jnp.broadcast_to(column, parts.shape[1:])[None]])
-    top = jax.lax.stop_gradient(logits.max(0))
+        column = jnp.asarray(sinks, jnp.float32).reshape((1,) * (parts.ndim - 2) + (-1, 1))
+        logits = jnp.concatenate([parts, jnp.broadcast_to(column, (1, *parts.shape[1:]))])
+    # Axes are kept, as under jax_numpy_rank_promotion = "raise" arrays have equally many.
+    top = jax.lax.stop_gradient(logits.max(0, keepdims=True))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
-    total = jnp.exp(logits - top).sum(0)
+    total = jnp.exp(logits - top).sum(0, keepdims=True)
     is_empty = total == 0
     total = jnp.where(is_empty, 1.0, total)
-    lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + top)
+    lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + top)[0]
     weights = jnp.swapaxes(jnp.exp(parts - top) / total, -1, -2)[..., None]
     out = sum(jnp.where(weight > 0, part, 0.0) * weight for part, weight in zip(outs, weights))
     return jnp.asarray(out, dtype), lse
@@ -421,9 +421,9 @@ def dot_product_attention(
 
     `bias` is added to the scaled scores, with a gradient, `mask` True where a query sees a key; both are
     broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
-    with lengths they are computed where each sequence has as many queries as keys. Rows beyond
-    `query_seq_lengths`, and rows that see no key, are 0.
-    `return_residual`: (out, LSE (batch, rows, heads)).
+    where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows
+    beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows,
+    heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32.
     """
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
@@ -431,13 +431,12 @@ def dot_product_attention(
     if local_window_size is not None:
         sides = local_window_size
         window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
-    if is_causal or window != (-1, -1):
-        if (query_seq_lengths is None) != (key_value_seq_lengths is None):
-            raise UnsupportedError(
-                "a mask with lengths of one side: give query_seq_lengths and key_value_seq_lengths, the same"
-            )
-        if query_seq_lengths is not key_value_seq_lengths:
-            raise UnsupportedError("a mask with lengths that differ: give one array as both")
+    has_mask = is_causal or window != (-1, -1)
+    band = None
+    if has_mask and query_seq_lengths is not key_value_seq_lengths:
+        # By indices, since the bottom right is elsewhere in each sequence.
+        band, is_causal, window = _band(is_causal, window), False, (-1, -1)
+        has_mask = False
     # From the bottom right of all rows to the top left; of sequences of equal lengths both are the same.
     offset = q.shape[1] - k.shape[1] if query_seq_lengths is None else 0
     out, lse = flash_attn_varlen_func(
@@ -447,9 +446,10 @@ def dot_product_attention(
         softmax_scale=scale,
         causal=is_causal,
         window_size=window,
-        query_offset=offset if is_causal or window != (-1, -1) else 0,
+        query_offset=offset if has_mask else 0,
         bias=bias,
         mask=mask,
+        mask_mod=band,
         seqused_q=query_seq_lengths,
         seqused_k=key_value_seq_lengths,
         return_softmax_lse=True,
@@ -457,5 +457,17 @@ def dot_product_attention(
     out = out if has_batch else out[0]
     if not return_residual:
         return out
-    lse = jnp.swapaxes(lse, -1, -2)
+    lse = jnp.swapaxes(lse, -1, -2).astype(key.dtype)
     return out, lse if has_batch else lse[0]
+
+
+def _band(is_causal: bool, window: Any) -> str:
+    """The program of a causal mask or a window that is aligned at the top left."""
+    left, right = window
+    right = 0 if is_causal else right
+    sides = []
+    if left >= 0:
+        sides.append(f"q - k <= {left}")
+    if right >= 0:
+        sides.append(f"k - q <= {right}")
+    return f"mask = {' && '.join(sides)};"

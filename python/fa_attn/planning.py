@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
 from ._checks import array, check_backward, count, flag, number, offset, one_of, window
-from ._codes import DESCALES, coded
+from ._codes import coded
 from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
-from ._options import TENSORS, CallOptions, Extras, ExtraTensors, with_options
+from ._options import DESCALES, TENSORS, CallOptions, Extras, ExtraTensors, with_options
 from ._reports import page, plan_html, plan_text, problem_html, problem_text
 from ._types import A, Window
 
@@ -105,9 +105,10 @@ def problem(
     `fa` takes them: "32:8", "192:128" (or "192-128"), "1x8192". `dtype`: f32, f16 or bf16, or e4m3 of q, k and
     v, also by the names of numpy and torch or as their types; out is then `out_dtype`, bf16 unless said.
     `kv_dtype`: e4m3 or int8 of k and v alone. `descales`: what shares a descale of 8 bits, "none", "head",
-    "sequence_head" or, of k and v, "token_head": one for all, or a dict by "q", "k" and "v". `query_offset`: keys by which queries lie right of the bottom-right alignment.
-    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of which
-    k has the others (MLA); `softmax_scale` is then needed.
+    "sequence_head" or, of k and v, "token_head": one for all, or a dict by "q", "k" and "v". `query_offset`:
+    keys by which queries lie right of the bottom-right alignment. `alibi`: "per_head" or "per_sequence_head".
+    `latent`: whether v is the first columns of each key, of which k has the others (MLA); `softmax_scale` is
+    then needed.
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)

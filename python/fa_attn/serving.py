@@ -1,20 +1,16 @@
-"""Attention for serving models: new queries on a cache of keys and values, work that is planned once for all
-layers, and results over parts of the keys that are merged into one. Shapes and options are those of
+"""Attention for serving models: new queries on a cache of keys and values. Shapes and options are those of
 `fa_attn.interface`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Literal, Optional, Tuple, Union, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, Union, overload
 
 from ._checks import (
     array,
     capacity_of,
     check_ascending,
-    check_lse,
     check_within_cache,
-    count,
     flag,
     int32,
     is_whole,
@@ -22,8 +18,8 @@ from ._checks import (
     surely,
     upper_bound,
 )
-from ._codes import by_factor, coded, encoded, is_per_row, joining
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._codes import as_codes, by_factor, coded, encoded, is_per_row, joining
+from ._core import InputError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
 from ._options import (
@@ -36,6 +32,7 @@ from ._options import (
     read_options,
     with_options,
 )
+from ._schedules import SchedulerMetadata, plans_of
 from ._types import A, Array, Window
 
 if TYPE_CHECKING:
@@ -243,6 +240,8 @@ def flash_attn_with_kvcache(
         is_cache=True,
         appends=k is not None,
     )
+    output_scale = options.get("output_scale")
+    room = out if output_scale is None else None
     # What rotary embedding turns: of q in codes their values.
     turned, descales = q, (tensors.get("k_descale"), tensors.get("v_descale"))
     is_fp8 = numbers.out_dtype is not None
@@ -266,7 +265,7 @@ def flash_attn_with_kvcache(
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
     plans = None
     if scheduler_metadata is not None:
-        plans = _plans_of(scheduler_metadata)
+        plans = plans_of(scheduler_metadata)
         chunk = options.get("attention_chunk")
         scheduler_metadata.check(given, k_cache, v_cache, numbers, batch, longest, is_paged, chunk)
         division = scheduler_metadata.divided(division)
@@ -317,7 +316,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=longest,
             **tensors,
         )
-        face.check(*_on_values(face, q, k_cache, v_cache, options, numbers), extras, out)
+        face.check(*_on_values(face, q, k_cache, v_cache, options, numbers), extras, room)
         turned, used = face.append(
             Append(
                 k,
@@ -376,13 +375,15 @@ def flash_attn_with_kvcache(
         numbers,
         extras,
         plans,
-        out=out,
+        out=room,
         division=division,
         wants_lse=wants_lse,
         mods=mods,
     )
     if factor is not None:
-        made = by_factor(face, made, out, factor)
+        made = by_factor(face, made, room, factor)
+    if output_scale is not None:
+        made = as_codes(face, made, out, output_scale)
     return (made, lse) if wants_lse else made
 
 
@@ -464,265 +465,3 @@ def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
         raise InputError(
             f"page_table (block_table) has the shape {shape}: it must be (batch, pages of a sequence)"
         )
-
-
-@dataclass
-class SchedulerMetadata:
-    """The arguments of `get_scheduler_metadata`, and the work plans that calls have made with it."""
-
-    batch_size: int
-    max_seqlen_q: int
-    num_heads_q: int
-    num_heads_kv: int
-    headdim: int
-    headdim_v: int
-    qkv_dtype: Any
-    page_size: Optional[int]
-    causal: bool
-    window_size: Window
-    has_softcap: bool
-    division: Any
-    attention_chunk: int = 0
-    plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
-
-    def is_of(self, q, k_cache, v_cache, numbers, page):
-        """Whether the call is the one that was described; outside of torch.compile."""
-        batch, longest, heads_q, headdim = q.shape
-        return (
-            self.batch_size == batch
-            and self.max_seqlen_q == longest
-            and self.num_heads_q == heads_q
-            and self.num_heads_kv == k_cache.shape[-2]
-            and self.headdim == headdim
-            and self.headdim_v == v_cache.shape[-1]
-            and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
-            and (self.page_size is None or self.page_size == page)
-            and self.causal is numbers.causal
-            and self.window_size == numbers.window
-            and self.has_softcap is (numbers.softcap != 0.0)
-            and not self.attention_chunk
-        )
-
-    def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged, chunk):
-        """Raises an error where the call is not the one that was described."""
-        there = {
-            "batch_size": batch,
-            "max_seqlen_q": longest,
-            "num_heads_q": q.shape[-2],
-            "num_heads_kv": k_cache.shape[-2],
-            "headdim": q.shape[-1],
-            "headdim_v": v_cache.shape[-1],
-            "qkv_dtype": q.dtype,
-            "page_size": k_cache.shape[1] if is_paged else None,
-            "causal": numbers.causal,
-            "window_size": numbers.window,
-            "has_softcap": numbers.softcap != 0.0,
-            "attention_chunk": 0 if chunk is None else chunk,
-        }
-        for name, have in there.items():
-            need = getattr(self, name)
-            # A type and a page size may be left open.
-            if need is not None and _differ(need, have):
-                raise InputError(
-                    f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
-                )
-
-    def divided(self, division):
-        """How the call's work is divided: as the call says, or else the metadata."""
-        if None not in (division, self.division) and division != self.division:
-            raise InputError(
-                f"scheduler_metadata is of (num_splits, pack_gqa) = {self.division}, the call has "
-                f"{division}: make one for the call"
-            )
-        return division or self.division
-
-
-def _differ(one, other):
-    """Whether two values are known to differ: numbers, types or tuples of them."""
-    if isinstance(one, tuple):
-        return any(map(_differ, one, other))
-    return surely(one != other)
-
-
-def _plans_of(metadata):
-    if not isinstance(metadata, SchedulerMetadata):
-        kind = type(metadata).__name__
-        raise InputTypeError(
-            f"scheduler_metadata is {kind}: it must be what fa_attn.get_scheduler_metadata gives"
-        )
-    return metadata.plans
-
-
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Array,
-    qkv_dtype: Any = None,
-    headdim_v: Optional[int] = None,
-    cu_seqlens_q: Optional[Array] = None,
-    cu_seqlens_k_new: Optional[Array] = None,
-    cache_leftpad: Optional[Array] = None,
-    page_size: Optional[int] = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: Optional[int] = 0,
-    has_softcap: bool = False,
-    num_splits: Optional[int] = 0,
-    pack_gqa: Optional[bool] = None,
-    sm_margin: Optional[int] = 0,
-) -> SchedulerMetadata:
-    """The plan of the work on a cache, made once for all layers of a step: give it to
-    `flash_attn_with_kvcache` as `scheduler_metadata`.
-
-    Arguments are those of FlashAttention-3. The first call that gets the plan reads the lengths on the device
-    and plans; later calls on the same stream skip planning. A plan therefore serves the lengths of one step:
-    make another when they change. It is optional: without it each call plans its own work, as do calls that
-    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is
-    planned (on the CPU, or for equal lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls
-    that do not give their own. A call that contradicts the arguments raises an error.
-    """
-    read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
-    division = division_of(num_splits, pack_gqa)
-    lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
-    lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
-    for name, value in lengths.items():
-        if value is not None or name == "cache_seqlens":
-            array(name, value)
-    for name, value in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_k_new", max_seqlen_k_new)):
-        upper_bound(name, value)
-    numbers = call_options(None, causal, window_size, 0.0, False)
-    batch = count("batch_size", batch_size)
-    lengths_of("cache_seqlens", cache_seqlens, batch, "batch_size")
-    headdim = count("headdim", headdim, 1)
-    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1), count("num_heads_kv", num_heads_kv, 1)
-    if heads_q % heads_kv:
-        raise InputError(f"num_heads_q is {heads_q}: it must be a multiple of num_heads_kv, {heads_kv}")
-    return SchedulerMetadata(
-        batch_size=batch,
-        max_seqlen_q=upper_bound("max_seqlen_q", max_seqlen_q),
-        num_heads_q=heads_q,
-        num_heads_kv=heads_kv,
-        headdim=headdim,
-        headdim_v=headdim if headdim_v is None else count("headdim_v", headdim_v, 1),
-        qkv_dtype=qkv_dtype,
-        page_size=None if page_size is None else count("page_size", page_size, 1),
-        causal=numbers.causal,
-        window_size=numbers.window,
-        has_softcap=flag("has_softcap", has_softcap),
-        division=division,
-        attention_chunk=0 if attention_chunk is None else count("attention_chunk", attention_chunk),
-    )
-
-
-# The most parts that one launch merges.
-_PARTS = 16
-
-
-def merge(
-    outs: Iterable[A],
-    lses: Iterable[A],
-    sinks: Optional[Array] = None,
-    dtype: Any = None,
-) -> Tuple[A, A]:
-    """Merges results over different keys of the same queries into the result over all of them: parts of a
-    long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
-
-    `outs` and `lses`: for each part what the functions return with `return_softmax_lse`, (batch, seqlen_q,
-    heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
-    parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. Returns
-    (out, lse). With torch tensors, outs and lses have gradients.
-    """
-    outs, lses = _parts("outs", outs), _parts("lses", lses)
-    if not outs or len(outs) != len(lses):
-        raise InputError(
-            f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
-        )
-    lses = [check_lse("a part of lses", lse, out) for lse, out in zip(lses, outs)]
-    need = tuple(outs[0].shape)
-    for index, part in enumerate(outs):
-        if tuple(part.shape) != need:
-            raise InputError(f"part {index} of outs has the shape {tuple(part.shape)}: the first has {need}")
-    if sinks is not None and tuple(array("sinks", sinks).shape) != need[-2:-1]:
-        raise InputError(f"sinks has the shape {tuple(sinks.shape)}: it must be {need[-2:-1]}, (heads_q,)")
-    face = face_of(outs[0])
-    dtype = outs[0].dtype if dtype is None else dtype
-    # What is merged again stays in float32, and alone since a call's parts are of one type.
-    merged = []
-    while len(outs) > _PARTS:
-        merged.append(face.merge(outs[:_PARTS], lses[:_PARTS], None, lses[0].dtype))
-        outs, lses = outs[_PARTS:], lses[_PARTS:]
-    if not merged:
-        return face.merge(outs, lses, sinks, dtype)
-    merged.append(face.merge(outs, lses, None, lses[0].dtype))
-    outs, lses = zip(*merged)
-    return merge(outs, lses, sinks, dtype)
-
-
-def _is_other_type(dtype, given):
-    try:
-        return bool(dtype != given)
-    except (TypeError, ValueError, RuntimeError):
-        return True
-
-
-def _parts(name, parts):
-    try:
-        # Of a text or a dict the elements are no arrays.
-        parts = list(parts)
-    except (TypeError, RuntimeError):
-        kind = type(parts).__name__
-        raise InputTypeError(
-            f"{name} is {kind}: it must be a sequence of arrays, one for each part"
-        ) from None
-    return [array(f"a part of {name}", part) for part in parts]
-
-
-def flash_attn_combine(
-    out_partial: A,
-    lse_partial: A,
-    out: Optional[A] = None,
-    out_dtype: Any = None,
-    cu_seqlens: Optional[Array] = None,
-    seqused: Optional[Array] = None,
-    virtual_batch_idx: Optional[Array] = None,
-    return_lse: bool = True,
-) -> Tuple[A, Optional[A]]:
-    """`merge` by FlashAttention's name and shapes: parts along the first axis.
-
-    `out_partial` (parts, batch, seqlen, heads, head_dim), or (parts, total, heads, head_dim) of packed
-    queries; `lse_partial` float32 (parts, batch, seqlen, heads) or (parts, total, heads). `out`: the array to
-    write and return; without it a new one, of `out_dtype` or the parts' type. Rows are merged one by one,
-    whatever sequences they belong to: `cu_seqlens`, `seqused` and `virtual_batch_idx` have no effect. Returns
-    (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out, None).
-    """
-    shape = tuple(array("out_partial", out_partial).shape)
-    lse_shape = tuple(array("lse_partial", lse_partial).shape)
-    if len(shape) not in (4, 5) or shape[0] == 0:
-        raise InputError(
-            f"out_partial has the shape {shape}: it must be (parts, batch, seqlen, heads, head_dim) or "
-            "(parts, total, heads, head_dim), at least one part"
-        )
-    if lse_shape != shape[:-1]:
-        raise InputError(f"lse_partial has the shape {lse_shape}: it must be {shape[:-1]}")
-    needless = {"cu_seqlens": cu_seqlens, "seqused": seqused, "virtual_batch_idx": virtual_batch_idx}
-    for name, value in needless.items():
-        if value is not None:
-            array(name, value)
-    if out is not None and tuple(array("out", out).shape) != shape[1:]:
-        raise InputError(f"out has the shape {tuple(out.shape)}: it must be {shape[1:]}, that of a part")
-    if out is not None and out_dtype is not None and _is_other_type(out.dtype, out_dtype):
-        raise InputError(f"out_dtype is {short(out_dtype)} and out holds {out.dtype}: give one of them")
-    face = face_of(out_partial)
-    if out is not None:
-        of_one_library("out", out, out_partial, face)
-    dtype = out.dtype if out is not None else out_dtype
-    lses = [face.swapped(lse) for lse in face.unstack(lse_partial, 0)]
-    merged, lse = merge(face.unstack(out_partial, 0), lses, dtype=dtype)
-    if out is not None:
-        merged = face.stored(merged, out)
-    return merged, face.swapped(lse) if flag("return_lse", return_lse) else None

@@ -12,6 +12,7 @@
 //! - `dropout`: the bits that dropout keeps.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
+//! - `shards`: the rows of a sequence that ranks hold.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
@@ -31,6 +32,7 @@ mod overlap;
 mod planning;
 mod programs;
 mod raw;
+mod shards;
 mod slices;
 mod threads;
 mod xla;
@@ -51,6 +53,8 @@ mod _core {
     use super::merging::merge;
     #[pymodule_export]
     use super::programs::{program, program_eval, program_tiles, program_with};
+    #[pymodule_export]
+    use super::shards::chunks;
     #[pymodule_export]
     use super::xla::xla_handlers;
 

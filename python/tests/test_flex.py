@@ -10,6 +10,7 @@ import fa_attn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
+from torch.nn.attention.bias import CausalBias, CausalVariant  # noqa: E402
 
 B, H, HK, L, S, D = 2, 4, 2, 35, 50, 16
 _generator = torch.Generator().manual_seed(3)
@@ -218,6 +219,26 @@ def test_triangle_attention_shares_a_bias_between_rows(batch):
     # openfold-3 PR 271: the bits of the gradient of a shared bias do not change.
     grads = [torch.autograd.grad(fa_attn.triangle_attention(*own, mask).sum(), own[3])[0] for _ in range(2)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("lengths", [(L, S), (S, L), (L, L)])
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+def test_torchs_causal_biases_are_read_by_what_they_say(lengths, alignment):
+    """They are tensors whose elements mean nothing."""
+    rows, keys = lengths
+    own, true = inputs((B, H, rows, D), (B, H, keys, D), (B, H, keys, D))
+    bias = CausalBias(getattr(CausalVariant, alignment.upper()), rows, keys)
+    seen = torch.ones(lengths).bool().tril(keys - rows if alignment == "lower_right" else 0)
+    got, (want, _) = fa_attn.scaled_dot_product_attention(*own, bias), formula(*true, seen=seen)
+    assert (got - want).abs().max() < 1e-5
+    assert torch.equal(fa_attn.scaled_dot_product_attention(*(x[0, 0] for x in own), bias), got[0, 0])
+    for one, other in zip(torch.autograd.grad(got.sum(), own), torch.autograd.grad(want.sum(), true)):
+        assert (one - other).abs().max() < 1e-4
+    with pytest.raises(fa_attn.InputError, match="CausalBias of .* make one for these"):
+        fa_attn.scaled_dot_product_attention(own[0][:, :, 1:], *own[1:], bias)
+    with pytest.raises(fa_attn.InputTypeError, match="mask is a CausalBias"):
+        fa_attn.flash_attn_func(*(x.transpose(1, 2) for x in own), mask=bias)
 
 
 def test_what_torch_refuses_or_nothing_computes_is_an_error():

@@ -288,6 +288,40 @@ def test_a_plan_of_codes_and_one_of_chunks():
             )
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_results_in_codes(library):
+    """`output_scale`, as vLLM gives it: the codes of what would be in 16 bits, whichever function it is."""
+    q, k, v = (as_array(library, normal(2, 9, 4, 32, seed=seed)) for seed in range(3))
+    scale = as_array(library, np.float32([0.01]))
+    starts = as_array(library, np.int32([0, 9, 18]))
+    packed = [x.reshape(18, 4, 32) for x in (q, k, v)]
+    stacked = as_array(library, np.stack([as_numpy(x) for x in (q, k, v)], 2))
+    calls = (
+        (fa_attn.flash_attn_func, (q, k, v)),
+        (fa_attn.flash_attn_qkvpacked_func, (stacked,)),
+        (fa_attn.flash_attn_varlen_func, (*packed, starts, starts, 9, 9)),
+        (fa_attn.flash_attn_with_kvcache, (q, k, v)),
+    )
+    for function, given in calls:
+        want = function(*given)
+        codes, _ = fa_attn.quantize_kv(want, descale=scale)
+        got = function(*given, output_scale=scale)
+        assert got.dtype == codes.dtype and (as_bits(got) == as_bits(codes)).all()
+        assert np.abs(as_numpy(fa_attn.dequantize_kv(got, scale)) - as_numpy(want)).max() < 0.1
+        if function is not fa_attn.flash_attn_qkvpacked_func:
+            out = as_bits(codes) * 0
+            out = out if library == "numpy" else out.view(codes.dtype)
+            assert function(*given, output_scale=scale, out=out) is out
+            assert (as_bits(out) == as_bits(codes)).all()
+    with pytest.raises(fa_attn.InputError, match="out holds"):
+        fa_attn.flash_attn_func(q, k, v, output_scale=scale, out=q * 0)
+    with pytest.raises(fa_attn.InputError, match="output_scale is float32 of the shape \\(2,\\)"):
+        fa_attn.flash_attn_func(q, k, v, output_scale=as_array(library, np.float32([1, 2])))
+    if library == "torch":
+        with pytest.raises(fa_attn.UnsupportedError, match="output_scale: .* no gradients"):
+            fa_attn.flash_attn_func(q.clone().requires_grad_(), k, v, output_scale=scale)
+
+
 @needs_torch
 def test_torch_refuses_gradients_and_other_formats():
     import torch

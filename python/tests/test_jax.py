@@ -54,7 +54,7 @@ def test_arrays_on_a_gpu_are_lent_to_torch(monkeypatch):
     """The way of a GPU's arrays, on the CPU's: what differs is where they lie."""
     jax = pytest.importorskip("jax")
     torch = pytest.importorskip("torch")
-    from fa_attn import _arrays
+    from fa_attn import _jax_arrays
 
     keys = jax.random.split(jax.random.PRNGKey(0), 4)
     q, k, v, dout = (jax.random.normal(key, (2, 33, 4, 32)).astype("bfloat16") for key in keys)
@@ -62,7 +62,7 @@ def test_arrays_on_a_gpu_are_lent_to_torch(monkeypatch):
     options = dict(causal=True, sinks=sinks)
     want = fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
     want += fa_attn.flash_attn_backward(dout, q, k, v, *want, **options)
-    monkeypatch.setattr(_arrays, "_is_on_gpu", lambda array: True)
+    monkeypatch.setattr(_jax_arrays, "_is_on_gpu", lambda array: True)
     got = fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
     got += fa_attn.flash_attn_backward(dout, q, k, v, *got, **options)
     assert len(got) == len(want) == 6

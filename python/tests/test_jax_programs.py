@@ -121,6 +121,53 @@ def test_dot_product_attention_is_jax_s_from_the_top_left(options):
     near(jax.jit(lambda q: dot_product_attention(q, K, V, **options))(Q), want)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(is_causal=True, query_seq_lengths=[12, 7], key_value_seq_lengths=[15, 9]),
+        dict(is_causal=True, key_value_seq_lengths=[15, 9]),
+        dict(local_window_size=(3, 2), query_seq_lengths=[12, 7], key_value_seq_lengths=[15, 9]),
+        dict(local_window_size=(3, 2), is_causal=True, query_seq_lengths=[12, 7]),
+    ],
+    ids=["both", "keys", "window", "queries"],
+)
+def test_dot_product_attention_with_lengths_that_differ(options):
+    options = {
+        name: jnp.asarray(x, jnp.int32) if isinstance(x, list) else x for name, x in options.items()
+    }
+
+    def loss(function):
+        return jax.value_and_grad(lambda *given: (function(*given, **options) * DOUT).sum(), (0, 1, 2))
+
+    got, want = (loss(f)(Q, K, V) for f in (dot_product_attention, jax.nn.dot_product_attention))
+    near(got[0], want[0], 1e-3)
+    for one, other in zip(got[1], want[1]):
+        near(one, other)
+
+
+def test_ranks_are_not_promoted():
+    """Programs may forbid it by jax_numpy_rank_promotion."""
+    codes, descale = fa_attn.quantize_kv(K, per="head")
+    with jax.numpy_rank_promotion("raise"):
+        want = dot_product_attention(Q, K, V, mask=MASK)
+        near(jax.jit(partial(dot_product_attention, mask=MASK))(Q, K, V), want)
+        out, lse = jax.jit(partial(flash_attn_func, return_lse=True))(Q, K, V)
+        merged, _ = jax.jit(lambda *x: fa_attn.merge(x, (lse, lse), sinks=jnp.zeros(H)))(out, out)
+        assert merged.shape == out.shape
+        made, _ = jax.jit(lambda x: fa_attn.quantize_kv(x, descale=descale))(K)
+        assert (made == codes).all()
+        near(fa_attn.dequantize_kv(made, descale), K, 0.2)
+
+
+def test_a_residual_is_of_jax_s_type():
+    q, k, v = (x.astype(jnp.bfloat16) for x in (Q, K, V))
+    got, want = (
+        f(q, k, v, return_residual=True)[1] for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert got.dtype == want.dtype
+    near(got.astype(jnp.float32), want.astype(jnp.float32), 0.05)
+
+
 def test_what_a_program_refuses_is_refused_under_jit():
     for fault, options in (
         ("bias has 3 along keys", dict(bias=BIAS[..., :3])),

@@ -90,10 +90,36 @@ def test_a_serving_engines_call(device, dtype):
         cp_world_size=1,
         cp_rank=0,
         cp_tot_seqused_k=None,
+        output_scale=None,
+        dynamic_causal=None,
+        aux_tensor_leading_dims=None,
+        gather_kv_valid_length=None,
     )
     for i, rows in enumerate(used.tolist()):
         keys = pages[longer[i, :2].long()].reshape(1, 32, 2, 64)[:, :rows]
         close(out[None, None, i], definition(q[None, None, i], keys, keys, causal=True), dtype)
+
+
+@on
+def test_work_that_is_planned_for_packed_queries(device, dtype):
+    """As vLLM plans it: once for all layers, for queries of several lengths on pages."""
+    q, pages = tensors(device, dtype, (6, 4, 64), (8, 16, 2, 64), grad=False)
+    used = torch.tensor([20, 32, 7], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=device)
+    table = torch.tensor([[3, 1], [2, 5], [4, 6]], dtype=torch.int32, device=device)
+    sizes = dict(batch_size=3, max_seqlen_q=3, max_seqlen_k=32, num_heads_q=4, num_heads_kv=2, headdim=64)
+    meta = fa_attn.get_scheduler_metadata(
+        **sizes, cache_seqlens=used, qkv_dtype=q.dtype, cu_seqlens_q=starts, page_size=16, causal=True
+    )
+    options = dict(cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=used, max_seqlen_k=32, block_table=table)
+    want = fa_attn.flash_attn_varlen_func(q, pages, pages, causal=True, **options)
+    for _ in range(2):
+        out = fa_attn.flash_attn_varlen_func(
+            q, pages, pages, causal=True, scheduler_metadata=meta, **options
+        )
+        assert torch.equal(out, want)
+    with pytest.raises(fa_attn.InputError, match="scheduler_metadata is of causal = True"):
+        fa_attn.flash_attn_varlen_func(q, pages, pages, scheduler_metadata=meta, **options)
 
 
 def test_one_step_of_a_cache_in_columns_of_a_longer_table():

@@ -103,6 +103,15 @@ def test_tokens_on_rows_of_their_choice():
     )
     assert tokens.shape == (2, 16, 512) and most.shape == lse.shape == (2, 16)
     assert (most <= lse + 1e-5).all() and (lse <= most + 4).all()
+    # As vLLM gives the room of a result.
+    room, rows = torch.empty_like(out), torch.empty_like(tokens)
+    made, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, None, **call, out=room)
+    assert made is room and torch.equal(room, out)
+    options = dict(topk_length=lengths[:2], return_max_logits=False, out=rows)
+    made, _, _ = flash_mla.flash_mla_sparse_fwd(q[0], flat[:, None], indices[0][:, None], SCALE, **options)
+    assert made is rows and torch.equal(rows, tokens)
+    with pytest.raises(fa_attn.InputError, match="out has the shape"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, None, **call, out=room[:1])
 
 
 def qkv(dtype=torch.float32):

@@ -9,23 +9,8 @@ if {"flash-mla", "fa-attn-shim"} <= _NAMES:
         "reinstall flash-mla, or `pip uninstall flash-mla` and reinstall fa-attn-shim"
     )
 
-from .flash_mla_interface import (  # noqa: E402
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_mla_sparse_fwd,
-    flash_mla_with_kvcache,
-    get_mla_metadata,
-)
+from .flash_mla_interface import *  # noqa: E402, F403
+from .flash_mla_interface import __all__ as __all__  # noqa: E402
 
 # The version whose functions these are.
 __version__ = "1.0.0"
-
-__all__ = [
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "get_mla_metadata",
-]

@@ -1,8 +1,8 @@
 //! K and V in 8 bits: which kernels are planned, in how much shared memory, and how fast.
 
 use fa_core::{
-    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, ParamValue, Pass, Problem, ScoreMod, Side, Sm80Fwd,
-    Sm90Fwd, Types,
+    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Side, Sm80Fwd, Sm90Fwd,
+    Types,
 };
 use fa_planner::account::{account, smem};
 use fa_planner::plan::{Plan, PlanError, PlanOptions, best, families, plan};
@@ -46,7 +46,8 @@ fn every_head_dim_has_a_kernel_that_fits() {
                         assert_eq!(plan.spec.types, own.types, "{}", plan.spec);
                         assert_eq!(plan.spec.serves(&own), Ok(()), "{}", plan.spec);
                         assert!(plan.spec.traits().tensor_maps.len() < 2 && plan.spec.traits().copies_rows());
-                        let divides = plan.spec.kernel.param("divide_keys") == Some(ParamValue::Switch(true));
+                        let divides = plan.spec.kernel.param("divide_keys")
+                            == Some(fa_core::spec::ParamValue::Switch(true));
                         let names: &[&str] =
                             if divides { &["kv", "descales"] } else { &["k_codes", "v_codes", "descales"] };
                         assert!(names.iter().all(|name| plan.smem.buffer(name).is_some()), "{}", plan.spec);
