@@ -10,8 +10,8 @@ use crate::error::InputError;
 use crate::given::words;
 use crate::slices::slice_mut;
 
-/// Writes the bits `(sequences, heads, queries, words)` of 32 keys a word, int32: those of the `numbers` seed,
-/// offset and threshold, or of the `state` of these three, int64 on the bits' GPU.
+/// Writes the bits `(sequences, heads, queries, words)` of 32 keys a word, int32: those of the `numbers`
+/// seed, offset and threshold, or of the `state` of these three, int64 on the bits' GPU.
 #[pyfunction]
 #[pyo3(signature = (bits, state, numbers, stream=None))]
 pub(crate) fn dropout_bits<'py>(

@@ -26,7 +26,8 @@ const TAKEN: [&str; 12] = [
     "cu_seqlens_k_new",
 ];
 
-/// What the program of `problem` reads, from tensors of its names; dropout's from its seed. A scalar is a tensor of one element.
+/// What the program of `problem` reads, from tensors of its names; dropout's from its seed. A scalar is a
+/// tensor of one element.
 ///
 /// # Errors
 /// Tensors that are not there, of another type or rank, or without elements, and names that a file uses

@@ -34,10 +34,10 @@ pub struct ScoreMod {
     pub alibi: Option<Alibi>,
     /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
     pub sinks: bool,
-    /// A mask, a change of scores and weights of probabilities of the caller's own, or some of these. The mask
-    /// hides keys that [`crate::Mask`] leaves visible. The change takes the scaled score; a cap and ALiBi are
-    /// then a part of it. A weight is a factor of the probability, which has been normalised, and the LSE made,
-    /// without it: `O = (P * weight) V`.
+    /// A mask, a change of scores and weights of probabilities of the caller's own, or some of these. The
+    /// mask hides keys that [`crate::Mask`] leaves visible. The change takes the scaled score; a cap and
+    /// ALiBi are then a part of it. A weight is a factor of the probability, which has been normalised, and
+    /// the LSE made, without it: `O = (P * weight) V`.
     pub program: Option<Interned>,
     /// The values of the program's dropout ([`Dropout::of`]): what draws a program's inputs makes its bits
     /// from them. Calls read the bits that they are given, so that another seed is no other problem.

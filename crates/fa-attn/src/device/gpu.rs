@@ -130,8 +130,8 @@ impl Gpu {
     }
 
     /// The kernel that writes which probabilities dropout keeps in this GPU's memory, as the bits that the
-    /// program of [`fa_core::program::Standard::Dropout`] reads: `[heads, queries, words]`, of the query heads
-    /// of all sequences, 32 keys a word. One launch, by [`BoundDropout::run`].
+    /// program of [`fa_core::program::Standard::Dropout`] reads: `[heads, queries, words]`, of the query
+    /// heads of all sequences, 32 keys a word. One launch, by [`BoundDropout::run`].
     ///
     /// # Errors
     /// Counts beyond an i32, and the errors of compiling and loading.

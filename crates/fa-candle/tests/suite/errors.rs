@@ -23,7 +23,10 @@ fn shapes_types_and_heads_are_named() -> Result<()> {
     refused(flash_attn(&x, &three, &three, 1.0, false), &["heads_q = 4", "heads_kv = 3"]);
     refused(flash_attn(&x, &x, &x.to_dtype(DType::F16)?, 1.0, false), &["v holds F16", "F32"]);
     let double = x.to_dtype(DType::F64)?;
-    refused(flash_attn(&double, &double, &double, 1.0, false), &["q holds F64", "f16 or bf16", "to_dtype"]);
+    refused(
+        flash_attn(&double, &double, &double, 1.0, false),
+        &["q holds F64", "f16, bf16 or f8e4m3", "to_dtype"],
+    );
     refused(flash_attn(&x, &x, &x, f32::NAN, false), &["softmax_scale is NaN", "finite"]);
     let capped = flash_attn_alibi_windowed_softcap(&x, &x, &x, None, 1.0, None, None, -1.0);
     refused(capped, &["softcap is -1", "above 0"]);

@@ -52,10 +52,6 @@ pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
         build::probe(&args.results)?;
     }
     let file = args.results.join(FILE);
-    if args.check && !file.is_file() {
-        let message = format!("{}: no ledger is there: --results names its folder", file.display());
-        return Err(InputError::Usage(message).into());
-    }
     let ledger = Ledger::read(&file)?;
     let folder = args.kernels.clone().or_else(fa_kernels::cache::default_root);
     let workshop = Workshop::open(&folder.unwrap_or_else(|| std::env::temp_dir().join("fa-prove")));
@@ -76,6 +72,10 @@ pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
             "--only {}: no unit's name contains it: `fa prove --check --json` lists them",
             args.only.join(",")
         );
+        return Err(InputError::Usage(message).into());
+    }
+    if args.check && !file.is_file() {
+        let message = format!("{}: no ledger is there: --results names its folder", file.display());
         return Err(InputError::Usage(message).into());
     }
     let compared = progress::spinner("comparing", || ledger::compare(&ledger, units, workshop.as_ref()));

@@ -109,7 +109,8 @@ impl OwnedInputs {
     }
 
     /// Values for tests and timing: arrays as large as the indices of `problem` that read them ask for, and
-    /// of about normal numbers; integers up to the number of keys; the bits of the problem's dropout. `None` for a problem without a program.
+    /// of about normal numbers; integers up to the number of keys; the bits of the problem's dropout. `None`
+    /// for a problem without a program.
     pub fn drawn(problem: &Problem, seed: u64) -> Option<OwnedInputs> {
         let program = problem.score.program?;
         let mut random = Random(seed ^ program.hash64());

@@ -6,11 +6,9 @@ use super::graph::Graph;
 use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::syntax::{Level, above, is_reserved};
 use super::types::Type;
-use super::whole::Results;
 
-/// Declarations, a `let` for each operation that is used more than once, and the results.
-pub(super) fn text(graph: &Graph, results: &Results) -> String {
-    let results = [("mask", results.mask), ("score", results.score), ("weight", results.weight)];
+/// Declarations, a `let` for each operation that is used more than once, and the results by their names.
+pub(super) fn text(graph: &Graph, results: [(&str, Option<NodeId>); 3]) -> String {
     let mut uses = vec![0; graph.nodes.len()];
     let operands = graph.nodes.iter().flat_map(|&node| node.operands());
     for x in operands.chain(results.into_iter().filter_map(|(_, node)| node)) {

@@ -92,8 +92,8 @@ impl Program {
         self.score
     }
 
-    /// What probabilities are multiplied by once the softmax has normalised them, as dropout does; `None` where
-    /// the program leaves them as they are.
+    /// What probabilities are multiplied by once the softmax has normalised them, as dropout does; `None`
+    /// where the program leaves them as they are.
     pub fn weight(&self) -> Option<NodeId> {
         self.weight
     }
@@ -133,7 +133,7 @@ impl Program {
         let (mut graph, [mask, score, weight]) = canonical(&graph, [mask, score, weight])?;
         let own = graph.nodes.len();
         limit("nodes", MAX_NODES, own)?;
-        let text = print::text(&graph, &Results { mask, score, weight });
+        let text = print::text(&graph, [("mask", mask), ("score", score), ("weight", weight)]);
         if let Some(weight) = weight {
             refuse_gradients(&graph, weight)?;
         }

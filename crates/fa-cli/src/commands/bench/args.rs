@@ -31,7 +31,7 @@ pub(crate) struct BenchArgs {
     pub shapes: ShapeArgs,
     /// Keys lie in pages of N keys, as of a server's cache, in random order on the GPU
     #[arg(long, alias = "page-size", value_name = "N", value_parser = parse_page)]
-    #[arg(conflicts_with_all = ["append", "draw", "marks"])]
+    #[arg(conflicts_with_all = ["append", "draw", "filter", "marks"])]
     pub page: Option<usize>,
     /// Measure appending to a cache instead, for a fixed list: one token and prefill, paged and contiguous,
     /// with and without rotary embedding, in bytes read and written per second
