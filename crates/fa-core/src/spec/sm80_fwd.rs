@@ -67,7 +67,10 @@ impl Sm80Fwd {
             (!self.swizzle || !self.ldmatrix, "swizzle = true and ldmatrix = true, as its copies have them"),
             (self.stages < 2, "stages = 2 to 4: copies run under the products of a stage before"),
             (self.num_warps < 2, "num_warps = 2 to 16: one warp has no keys to divide"),
-            (head_dims.0 % 32 != 0 || head_dims.1 % 32 != 0, "head dims that are multiples of 32"),
+            (
+                !head_dims.0.is_multiple_of(32) || !head_dims.1.is_multiple_of(32),
+                "head dims that are multiples of 32",
+            ),
         ];
         if let Some((_, need)) = refused.iter().find(|(applies, _)| *applies) {
             return Err(SpecError::Conflict(format!("divide_keys needs {need}")));

@@ -9,7 +9,8 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::jit::source::{ENTRY, PLAN_SMEM, entries};
+use crate::jit::array_gradients::array_gradient_smem;
+use crate::jit::source::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 
@@ -37,7 +38,8 @@ pub struct LoadedKernel {
 /// Graphs").
 const OVERLAPPING_GRAPHS: i32 = 12_030;
 
-/// Bytes of dynamic shared memory that no entry but the main one exceeds; every GPU has as much.
+/// Bytes of dynamic shared memory that no entry exceeds but the main one and those of arrays' gradients; every
+/// GPU has as much.
 const SMALL_SMEM: i32 = 96 << 10;
 const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 
@@ -67,9 +69,13 @@ impl LoadedKernel {
             .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
             .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
         // Code that is loaded at its first launch would break a capture: setting an attribute loads it.
-        for (_, entry) in &entries[1..] {
+        // What exceeds the GPU's is refused at the launch.
+        let most = arch.limits().smem_per_block as i32;
+        let of_array = most.min(array_gradient_smem(spec) as i32).max(SMALL_SMEM);
+        for (name, entry) in &entries[1..] {
+            let bytes = if ARRAY_GRADIENTS.contains(name) { of_array } else { SMALL_SMEM };
             entry
-                .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SMALL_SMEM)
+                .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
                 .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
         }
         let mut driver = 0;
