@@ -60,6 +60,9 @@ const BASES: [(&str, &str); 5] = [
     ),
 ];
 
+/// Warps that divide the keys.
+const DIVIDED: &[(&str, &str)] =
+    &[("tile_m", "16"), ("tile_n", "128"), ("reverse_blocks", "true, divide_keys: true")];
 /// P through shared memory, no lazy maximum.
 const THROUGH_SMEM: &[(&str, &str)] =
     &[("pv_is_rs", "false"), ("exp_poly_of_16", "0"), ("rescale_threshold", "0")];
@@ -99,14 +102,21 @@ macro_rules! faults {
 
 faults! {
     // ---- SM80 forward ----
-    "no barrier after cp.async.wait": "sm80_fwd" &[], 300, SM80, "cp_async_wait<C.stages - 2>();",
+    "no barrier after cp.async.wait": "sm80_fwd" &[], 300, SM80, "the previous stage is free",
         "cta_sync();" => "", ["data race"];
-    "one group too few is waited for": "sm80_fwd" &[], 300, SM80, "",
+    "one group too few is waited for": "sm80_fwd" &[], 300, SM80, "the previous stage is free",
         "cp_async_wait<C.stages - 2>" => "cp_async_wait<C.stages - 1>", ["data race"];
-    "copies go to the stage in use": "sm80_fwd" &[], 300, SM80, "auto load_ahead",
+    "copies go to the stage in use": "sm80_fwd" &[], 300, SM80, "ahead >= range.begin",
         "stage == 0 ? C.stages - 1 : stage - 1" => "stage", ["data race"];
     "copies are not committed": "sm80_fwd" &[("stages", "3"), ("tile_n", "64")], 400, SM80, "auto load_ahead",
         "cp_async_commit();" => "", ["data race"];
+    "no barrier of a warp after its copies": "sm80_fwd" DIVIDED, 300, SM80, "with the warp's copies alone",
+        "warp_sync();" => "", ["data race"];
+    "copies go to the stage in use by the warp": "sm80_fwd" DIVIDED, 300, SM80, "auto load_ahead",
+        "stage == 0 ? C.stages - 1 : stage - 1" => "stage", ["data race"];
+    "no barrier before the warps' results": "sm80_fwd" DIVIDED, 300, "sm80/fwd_divided.cuh",
+        "float* const sums = maxima",
+        "cta_sync();" => "", ["data race"];
     "no barrier before K overwrites Q": "sm80_fwd" &[("q_in_regs", "true")], 300, SM80,
         "cp_async_wait<kClear ? 1 : 0>",
         "q_operand.read_all(" => "if (false) q_operand.read_all(", ["data race", "wrong values"];
