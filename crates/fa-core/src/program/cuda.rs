@@ -237,8 +237,8 @@ impl Printer<'_> {
                 let [yes, no] = weights.map(|weight| self.value(weight, Rate::Pair));
                 (
                     format!(
-                        "(const Row& row, int k) const {{\n        return load_word(params.arrays[{array}], {}) \
-                         >> bit_index<{axis}>(params.arrays[{array}], k);\n    }}",
+                        "(const Row& row, int k) const {{\n        return load_word(params.arrays[{array}], \
+                         {}) >> bit_index<{axis}>(params.arrays[{array}], k);\n    }}",
                         offsets.join(" + ")
                     ),
                     format!("(bool kept) const {{ return kept ? {yes} : {no}; }}"),

@@ -38,8 +38,8 @@ pub struct LoadedKernel {
 /// Graphs").
 const OVERLAPPING_GRAPHS: i32 = 12_030;
 
-/// Bytes of dynamic shared memory that no entry exceeds but the main one and those of arrays' gradients; every
-/// GPU has as much.
+/// Bytes of dynamic shared memory that no entry exceeds but the main one and those of arrays' gradients;
+/// every GPU has as much.
 const SMALL_SMEM: i32 = 96 << 10;
 const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 

@@ -51,7 +51,12 @@ fn every_head_dim_has_a_kernel_that_fits() {
                         let names: &[&str] =
                             if divides { &["kv", "descales"] } else { &["k_codes", "v_codes", "descales"] };
                         assert!(names.iter().all(|name| plan.smem.buffer(name).is_some()), "{}", plan.spec);
-                        assert_eq!(divides, queries == 1, "{}", plan.spec);
+                        // Wide heads leave no room for the warps' results where an SM has 99 KiB.
+                        assert!(
+                            if divides { queries == 1 } else { queries > 1 || head_dim > 128 },
+                            "{}",
+                            plan.spec
+                        );
                         assert!(plan.smem.total <= arch.limits().smem_per_block);
                     }
                 }

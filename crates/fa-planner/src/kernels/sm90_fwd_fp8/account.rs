@@ -54,7 +54,7 @@ const OVERHEAD_OF_THREE: u32 = 20;
 /// 13.0, of 255 what needs 252; without overlap 128 x 192 keeps its 212.
 const SOFTCAP: u32 = 8;
 
-/// The same of a mask: of 232, what needs 232 without it spills 24 bytes in NVRTC 13.0.
+/// The same of a mask at head dims above 64: of 232, what needs 232 without it spills 24 bytes in NVRTC 13.0.
 const MASKED: u32 = 4;
 
 /// The split of the registers: the producers transpose V, and need more with lengths on the device.
@@ -81,7 +81,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> Registers {
     let s = if kernel.overlap_wg { scores + products } else { scores.max(products) };
     let (p, o) = (kernel.tile_n / 8, spec.head_dim_v / 2);
     let cap = if spec.score.softcap { SOFTCAP } else { 0 };
-    let mask = if spec.mask == MaskKind::Full { 0 } else { MASKED };
+    let mask = if spec.mask == MaskKind::Full || spec.head_dim_v <= 64 { 0 } else { MASKED };
     let other = if kernel.overlap_wg { cap + mask } else { 0 }
         + match kernel.num_wg {
             3 => OVERHEAD_OF_THREE,
