@@ -25,8 +25,8 @@ __device__ __forceinline__ u32 bytes_of(u32 low, u32 high) {
     return __byte_perm(low, high, Selector);
 }
 
-// Four bytes of `word`, byte i by the i-th hex digit of `Selector` counted from the right: 0 to 3 for the byte
-// itself, 8 to 11 for eight copies of the sign of byte 0 to 3.
+// Four bytes of `word`, byte i by the i-th hex digit of `Selector` counted from the right: 0 to 3 for the
+// byte itself, 8 to 11 for eight copies of the sign of byte 0 to 3.
 template <u32 Selector>
 __device__ __forceinline__ u32 signed_bytes_of(u32 word) {
     u32 bytes;

@@ -291,8 +291,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     using T = sm80::Traits<C>;
     using Smem = sm80::SharedStorage<C>;
     using Divided = sm80::DividedStorage<C>;
-    const u32 smem =
-        smem_address(shared_memory<Either<C.divide_keys, Divided, Smem>>().bytes);
+    const u32 smem = smem_address(shared_memory<Either<C.divide_keys, Divided, Smem>>().bytes);
     const u32 smem_q = smem + (C.divide_keys ? 0 : Smem::kQ);
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
@@ -435,10 +434,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         auto weigh_step = [&](float(&p)[8], int f, int step) {
             const int thread = thread_index_volatile();
             weigh(p, params,
-                  row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
-                                        first_row + sm80::own_row<C>(thread) + 16 * f,
-                                        blocks.at(place) * C.tile_n + sm80::own_key<C>(thread) + 16 * step +
-                                            2 * (thread % 4)));
+                  row_place<C.pack_gqa>(
+                      params.shape, seqlen, tile.batch, tile.head,
+                      first_row + sm80::own_row<C>(thread) + 16 * f,
+                      blocks.at(place) * C.tile_n + sm80::own_key<C>(thread) + 16 * step + 2 * (thread % 4)));
         };
         const sm80::POperand<C, decltype(weigh_step)> p{s, weigh_step};
         if constexpr (C.divide_keys) {
@@ -473,10 +472,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             }
             if constexpr (kMaskProgram || kScoreProgram) {
                 const int thread = thread_index_volatile();
-                const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
-                                                         first_row + sm80::own_row<C>(thread) + 16 * f,
-                                                         n_block * C.tile_n + sm80::own_key<C>(thread) +
-                                                             2 * (thread % 4));
+                const auto place =
+                    row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
+                                          first_row + sm80::own_row<C>(thread) + 16 * f,
+                                          n_block * C.tile_n + sm80::own_key<C>(thread) + 2 * (thread % 4));
                 apply_programs(s[f], params, place, unit, !blocks.full(i));
             }
             if (mask) {
@@ -523,8 +522,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         const int first = queries.query(first_row + warp_row);
         const int last = queries.query(first_row + warp_row + T::kWarpRows - 1);
         const int first_key = n_block * C.tile_n + sm80::own_key<C>(thread_index());
-        return first_key >= visible.keys_end(last) ||
-               first_key + T::kWarpKeys <= visible.keys_begin(first);
+        return first_key >= visible.keys_end(last) || first_key + T::kWarpKeys <= visible.keys_begin(first);
     };
 
     // ---- Mainloop: tiles of keys from the last to the first -------------------------------------

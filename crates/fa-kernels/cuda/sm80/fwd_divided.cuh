@@ -27,10 +27,10 @@ namespace fa::sm80 {
 template <Sm80FwdConfig C>
 struct DividedTraits {
     static constexpr bool kCodes = is_code(C.kv_dtype);
-    static constexpr int kBytes = kCodes ? 1 : 2;             // of an element of K or V
-    static constexpr int kKeys = C.tile_n / C.num_warps;      // of a warp in a step
-    static constexpr int kRowBlocks = C.tile_m / 16;          // m16 fragments, which every warp has
-    static constexpr int kOutputBlocks = C.head_dim_v / 16;   // k16 blocks of O
+    static constexpr int kBytes = kCodes ? 1 : 2;            // of an element of K or V
+    static constexpr int kKeys = C.tile_n / C.num_warps;     // of a warp in a step
+    static constexpr int kRowBlocks = C.tile_m / 16;         // m16 fragments, which every warp has
+    static constexpr int kOutputBlocks = C.head_dim_v / 16;  // k16 blocks of O
     // Blocks of O that a warp stores.
     static constexpr int kOwnBlocks = ceil_div(kOutputBlocks, C.num_warps);
 
@@ -39,8 +39,9 @@ struct DividedTraits {
     using V = SmemTile<kKeys, C.head_dim_v * kBytes / 2, true>;
 };
 
-// Q, then [stages][warp] tiles of K and V, then with codes [stages][K, V][tile_n] descales. The warps' results
-// take the place of the stages: O [warp][tile_m][head_dim_v + kPad], maxima and sums [2][warp][tile_m].
+// Q, then [stages][warp] tiles of K and V, then with codes [stages][K, V][tile_n] descales. The warps'
+// results take the place of the stages: O [warp][tile_m][head_dim_v + kPad], maxima and sums
+// [2][warp][tile_m].
 template <Sm80FwdConfig C>
 struct alignas(128) DividedStorage {
     using T = DividedTraits<C>;
@@ -104,8 +105,8 @@ struct WarpCopy {
     // The lane's key of the warp's keys from `first` on.
     __device__ __forceinline__ static int key_of(int first) { return first + lane_index() % T::kKeys; }
 
-    // Starts to copy the keys from `first` on to the tile at `tile`; `entry` is the table's of the lane's key.
-    // Keys past the end become zeros.
+    // Starts to copy the keys from `first` on to the tile at `tile`; `entry` is the table's of the lane's
+    // key. Keys past the end become zeros.
     __device__ __forceinline__ void start(u32 tile, u32 descales, int first, int entry) const {
         const int lane = lane_index(), chunk = lane % kLanes, row = lane / kLanes;
         const auto own = rows.place_of(key_of(first), entry, lane < T::kKeys);
@@ -134,8 +135,8 @@ struct WarpCopy {
 
 // ---- Operands -----------------------------------------------------------------------------------
 
-// Reads columns 4t to 4t + 3 of each 16, t being the lane's number in its quad, of row g = lane / 4 of a tile:
-// in this order of columns a word of codes has both pairs that a lane needs of a contraction step.
+// Reads columns 4t to 4t + 3 of each 16, t being the lane's number in its quad, of row g = lane / 4 of a
+// tile: in this order of columns a word of codes has both pairs that a lane needs of a contraction step.
 template <class Tile>
 struct FourColumns {
     u32 lane_offset;
@@ -148,8 +149,9 @@ struct FourColumns {
     // Of the row `row` below, a multiple of 8, in the columns from `column` on, a multiple of 16.
     __device__ __forceinline__ void read(u32& first, u32& second, u32 address, int row, int column) const {
         const u32 chunk = Tile::chunk(column) << 4, at = address + lane_offset;
-        load_shared_u32x2(first, second, (Tile::kSwizzled ? at ^ chunk : at + chunk) + row * Tile::kRowBytes +
-                                             Tile::panel_offset(column));
+        load_shared_u32x2(
+            first, second,
+            (Tile::kSwizzled ? at ^ chunk : at + chunk) + row * Tile::kRowBytes + Tile::panel_offset(column));
     }
 };
 
@@ -205,8 +207,8 @@ __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[2]) {
     }
 }
 
-// Adds to `nan` whether a code of the word is NaN that decode_pairs() hides: adding 1 to it changes the top bit
-// of its byte.
+// Adds to `nan` whether a code of the word is NaN that decode_pairs() hides: adding 1 to it changes the top
+// bit of its byte.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ void note_nan(u32 word, u32& nan) {
     if constexpr (kHidesNan<C.kv_dtype, C.dtype>) nan |= word + 0x01010101 ^ word;
@@ -374,7 +376,7 @@ struct DividedTiles {
         if (T::kCodes && exact) multiply(DividedV<C, true>(held, descales<true>(stage), nan));
     }
 
-private:
+  private:
     __device__ __forceinline__ static void clear(float (&s)[T::kRowBlocks][T::kKeys / 2]) {
 #pragma unroll
         for (int f = 0; f < T::kRowBlocks; ++f) {

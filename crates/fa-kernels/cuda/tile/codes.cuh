@@ -24,8 +24,8 @@ struct Decoder {
     static constexpr bool kF16 = T == Dtype::F16;
     static constexpr bool kConverts = kF16 && kConvertsE4m3;
 
-    // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and the
-    // odd. NaN comes out as +-480.
+    // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and
+    // the odd. NaN comes out as +-480.
     template <bool Apart>
     __device__ __forceinline__ static void decode_pairs(u32 word, u32 (&values)[2]) {
         if constexpr (Code == Dtype::Int8) {
