@@ -7,7 +7,7 @@ from reference import arrays, close
 
 import fa_attn
 from fa_attn import flash_mla
-from fa_attn._arrays import numpy_face
+from fa_attn._faces import face_of
 
 COLUMNS, LATENT = 576, 512
 SCALE = 192**-0.5
@@ -216,7 +216,7 @@ def test_all_codes_and_scales_of_packed_rows():
     cache[..., :256] = np.arange(256)
     cache[..., 576:583] = [0, 127, 254, 255, 1, 128, 120]
     with np.errstate(over="ignore"):
-        rows = numpy_face().packed_rows("k_cache", cache, np.dtype("float32"), None).unpacked()[0, 0, 0]
+        rows = face_of(cache).packed_rows("k_cache", cache, np.dtype("float32"), None).unpacked()[0, 0, 0]
     codes = fa_attn.dequantize_kv(np.arange(256, dtype=np.uint8)[:, None], None)[:, 0].astype(np.float64)
     with np.errstate(over="ignore"):
         for group, scale in ((0, 2.0**-127), (1, 1.0), (2, 2.0**127)):

@@ -85,7 +85,12 @@ fn stages(stages: u32) -> String {
 
 impl ShownKernel for Sm80Fwd {
     fn knobs(&self, spec: &KernelSpec) -> Vec<String> {
-        let switches = [(self.q_in_regs, "Q in regs"), (self.pack_gqa, "pack GQA"), (spec.split, "split")];
+        let switches = [
+            (self.divide_keys, "keys divided"),
+            (self.q_in_regs, "Q in regs"),
+            (self.pack_gqa, "pack GQA"),
+            (spec.split, "split"),
+        ];
         let mut knobs = vec![format!("{} warps", self.num_warps), stages(self.stages)];
         knobs.extend(switched_on(switches));
         knobs

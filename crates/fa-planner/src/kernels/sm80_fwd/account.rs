@@ -40,7 +40,7 @@ const PAGES: u32 = 20;
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
 /// not wait for it.
 ///
-/// With the keys of a step divided among the warps, see [`divided_smem`].
+/// With the keys of a step divided among the warps, see `divided_smem`.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     if kernel.divide_keys {
         return divided_smem(spec, kernel);
