@@ -64,16 +64,16 @@ def test_plans_are_those_of_the_command_line():
 @pytest.mark.parametrize(
     ("options", "fields", "kernel"),
     [
-        (dict(kv_dtype="int8"), {"kv_dtype": "int8"}, "sm90_fwd-bf16-int8kv-hd128"),
+        (dict(kv_dtype="int8"), {"kv_dtype": "int8"}, "sm80_fwd-bf16-int8kv-hd128"),
         (
             dict(kv_dtype="float8_e4m3fn", descales="token_head", page=16, pages=4096),
             {"kv_dtype": "e4m3", "k_descale": "token_head", "v_descale": "token_head"},
-            "sm90_fwd-bf16-e4m3kv-hd128-full-varlen-paged",
+            "sm80_fwd-bf16-e4m3kv-hd128-full-varlen-paged",
         ),
         (
             dict(kv_dtype="e4m3", descales={"k": "head", "v": "none"}),
             {"kv_dtype": "e4m3", "k_descale": "head"},
-            "sm90_fwd-bf16-e4m3kv-hd128",
+            "sm80_fwd-bf16-e4m3kv-hd128",
         ),
         (
             dict(dtype="fp8", descales="sequence_head"),
