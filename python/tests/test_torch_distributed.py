@@ -83,11 +83,19 @@ def near(found, want, exact=False):
         assert torch.equal(found[0], want[0])
 
 
+WINDOWS = (
+    dict(causal=True, window_size=(9, 0)),
+    dict(causal=False, window_size=(9, 5)),
+    dict(causal=False, window_size=(-1, 20)),
+    dict(causal=False, window_size=(3, -1)),
+)
+
+
 @ranks(2)
 def test_two_ranks_compute_what_one_does():
     whole = tensors(64)
     for layout in distributed.LAYOUTS:
-        for options in (dict(causal=True), dict(causal=False), dict(causal=True, window_size=(9, 0))):
+        for options in (dict(causal=True), dict(causal=False), *WINDOWS):
             for stages in (None, 1, 2):
                 call = functools.partial(distributed.attention, layout=layout, stages=stages)
                 near(over_ranks(call, whole, layout, **options), alone(*whole, **options))
@@ -136,6 +144,86 @@ def test_llama3_deals_packed_sequences_evenly():
         torch.testing.assert_close(out, want[own], rtol=1e-4, atol=2e-5)
         for x, y in zip(local, whole):
             torch.testing.assert_close(x.grad, y.grad[own], rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_packed_sequences_are_dealt_one_by_one():
+    lengths = [8, 0, 40, 16]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    whole, world = [x[0] for x in tensors(64, batch=1)], dist.get_world_size()
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05])
+
+    def own(x, layout):
+        return torch.cat([distributed.shard(part, 0, layout=layout) for part in x.split(lengths)])
+
+    for layout, function in (
+        ("zigzag", distributed.zigzag_ring_flash_attn_varlen_func),
+        ("contiguous", distributed.ring_flash_attn_varlen_func),
+    ):
+        for options in (
+            dict(causal=True),
+            dict(causal=False),
+            dict(causal=True, window_size=(5, 0)),
+            dict(causal=True, alibi_slopes=slopes),
+        ):
+            q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+            want = fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 40, 40, **options)
+            want.backward(whole[3])
+            local = [own(x, layout).requires_grad_() for x in whole[:3]]
+            out = function(*local, starts // world, 20, **options)
+            out.backward(own(whole[3], layout))
+            near([out, *(x.grad for x in local)], [own(x, layout) for x in (want, q.grad, k.grad, v.grad)])
+        with pytest.raises(fa_attn.UnsupportedError, match="without causal, of packed sequences"):
+            function(*local, starts // world, 20, window_size=(3, 3))
+        with pytest.raises(fa_attn.InputError, match="max_seqlen is 3"):
+            function(*local, starts // world, 3)
+        with pytest.raises(fa_attn.InputError, match="it must ascend from 0 to the 32 rows"):
+            function(*local, starts, 40)
+    kv = torch.stack(local[1:], 1)
+    packed = distributed.ring_flash_attn_varlen_kvpacked_func(local[0], kv, starts // world, 20)
+    assert torch.equal(packed, distributed.ring_flash_attn_varlen_func(*local, starts // world, 20))
+
+
+@ranks(2)
+def test_slopes_and_sinks_are_those_of_all_heads():
+    whole = tensors(64)
+    given = dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05]))
+    for layout in distributed.LAYOUTS:
+        call = functools.partial(distributed.attention, layout=layout)
+        near(over_ranks(call, whole, layout, causal=True, **given), alone(*whole, causal=True, **given))
+        for causal in (True, False):
+            one, all_ranks = (torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2))
+            want = alone(*whole, causal=causal, sinks=one)
+            near(over_ranks(call, whole, layout, causal=causal, sinks=all_ranks), want)
+            dist.all_reduce(all_ranks.grad)
+            torch.testing.assert_close(all_ranks.grad, one.grad, rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_ranks_that_disagree_say_so():
+    rank = dist.get_rank()
+    rows = 8 + 4 * rank
+    q, k, v = (torch.zeros(1, rows, heads, 8) for heads in (4, 2, 2))
+    for call in (distributed.attention, distributed.ulysses_attention, distributed.decode_attention):
+        said = f"rank {1 - rank} of the group calls with \\(1, {20 - rows},"
+        with pytest.raises(fa_attn.InputError, match=said):
+            call(q, k, v)
+    same = torch.zeros(1, 8, 2, 8)
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        distributed.attention(same, same, same, causal=rank == 0)
+    assert distributed.attention(same, same, same).shape == same.shape
+
+
+@ranks(2)
+def test_compiled_and_under_autocast():
+    whole = tensors(32)
+    compiled = torch.compile(distributed.attention, backend="aot_eager")
+    near(over_ranks(compiled, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"))
+    q, k, v, _ = (distributed.shard(x) for x in whole)
+    want = distributed.attention(*(x.bfloat16() for x in (q, k, v)))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = distributed.attention(q, k, v)
+    assert torch.equal(got, want)
 
 
 @ranks(2)
@@ -196,12 +284,10 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
 def test_what_is_not_computed_is_refused_by_name():
     q = k = v = torch.zeros(1, 8, 2, 8)
     slopes = torch.zeros(2)
-    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes over several ranks"):
+    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes without causal over several ranks"):
         distributed.zigzag_ring_flash_attn_func(q, k, v, alibi_slopes=slopes)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout_p is 0.5"):
         distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
-    with pytest.raises(fa_attn.UnsupportedError, match="use ulysses_attention"):
-        distributed.attention(q, k, v, causal=False, window_size=(3, 3))
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
         distributed.attention(q[:, :7], k[:, :7], v[:, :7])
     with pytest.raises(fa_attn.InputError, match="stages is 3"):

@@ -1,0 +1,141 @@
+"""Causal attention over the GPUs of one host: `fa_attn.distributed` beside torch's `context_parallel`, each as
+a share of one GPU that computes all of it by the same library in the same run. The multicast of NVSwitch stays
+off, as for `fa dist bench`.
+
+    python bench/over_ranks.py --ranks 2                      # GPUs, NCCL
+    python bench/over_ranks.py --ranks 2 --cpu --lengths 512  # gloo: shows that it runs, not rates
+
+A row has the milliseconds of a forward, and of a forward with a backward; the slowest rank counts.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+HEADS = ((32, 8), (64, 8), (32, 32))
+DIM = 128
+
+
+def seconds(call, device, runs, group_size):
+    """The median time of a call, of the slowest rank."""
+    times = []
+    for run in range(runs + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if group_size > 1:
+            dist.barrier()
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if run >= 2:
+            times.append(time.perf_counter() - begun)
+    slowest = torch.tensor([statistics.median(times)], device=device)
+    if group_size > 1:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def measured(forward, tensors, dout, device, runs, group_size):
+    """Seconds of a forward, and of a forward with a backward."""
+
+    def both():
+        for x in tensors:
+            x.grad = None
+        forward().backward(dout)
+
+    with torch.no_grad():
+        one = seconds(forward, device, runs, group_size)
+    return one, seconds(both, device, runs, group_size)
+
+
+def ours(whole, mesh):
+    """(over ranks, on one GPU), each a context to be in, a function and its tensors."""
+    from fa_attn import distributed, flash_attn_func
+
+    local = [distributed.shard(x).detach().requires_grad_() for x in whole]
+    alone = [x.detach().clone().requires_grad_() for x in whole]
+    return (
+        (nullcontext(), lambda: distributed.attention(*local, causal=True), local),
+        (nullcontext(), lambda: flash_attn_func(*alone, causal=True), alone),
+    )
+
+
+def torchs(whole, mesh):
+    """torch's, whose tensors are (batch, heads, rows, dim)."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    turned = [x.transpose(1, 2).contiguous() for x in whole]
+    # Its autograd takes as many heads of each.
+    heads = turned[0].shape[1]
+    alone = [x.repeat_interleave(heads // x.shape[1], 1).requires_grad_() for x in turned]
+    rows = turned[0].shape[2] // mesh.size()
+    local = [x[:, :, :rows].detach().clone().requires_grad_() for x in alone]
+    # It asks for one buffer, which it cuts.
+    length = torch.zeros(turned[0].shape[2], device=turned[0].device)
+    return (
+        (
+            context_parallel(mesh, buffers=[length], buffer_seq_dims=[0]),
+            lambda: scaled_dot_product_attention(*local, is_causal=True),
+            local,
+        ),
+        (nullcontext(), lambda: scaled_dot_product_attention(*alone, is_causal=True), alone),
+    )
+
+
+def start(rank, args, path):
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", rank)
+    if not args.cpu:
+        torch.cuda.set_device(device)
+    backend = "gloo" if args.cpu else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=args.ranks)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (args.ranks,))
+    if rank == 0:
+        print(f"{'shape':<18} {'library':<10} {'pass':<8} {'1 GPU ms':>10} {'ms':>10} {'per GPU':>8}", flush=True)
+    for length in args.lengths:
+        for heads_q, heads_kv in HEADS:
+            torch.manual_seed(0)
+            shapes = [(1, length, count, DIM) for count in (heads_q, heads_kv, heads_kv)]
+            whole = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+            for name, make in (("fa", ours), ("torch", torchs)):
+                shape = f"{length} {heads_q}:{heads_kv}"
+                try:
+                    found = []
+                    for context, call, tensors in make(whole, mesh):
+                        with context:
+                            dout = torch.randn_like(tensors[0])
+                            found.append(measured(call, tensors, dout, device, args.runs, args.ranks))
+                except RuntimeError as error:
+                    if rank == 0:
+                        print(f"{shape:<18} {name:<10} {str(error).splitlines()[0]}", flush=True)
+                    continue
+                for of, over, alone in zip(("fwd", "fwd+bwd"), *found):
+                    if rank == 0:
+                        share = 100 * alone / over / args.ranks
+                        row = f"{shape:<18} {name:<10} {of:<8} {alone * 1e3:>10.3f} {over * 1e3:>10.3f}"
+                        print(f"{row} {share:>7.1f}%", flush=True)
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="over gloo, without GPUs")
+    args = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(start, (args, os.path.join(folder, "store")), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Rows of sequences that the ranks of a process group share: who holds which, and how they are gathered."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from . import _core
+from ._checks import window
+from ._core import InputError, UnsupportedError
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def place(group):
+    """Ranks of the group, and this one."""
+    is_group = group is None or group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_group and not isinstance(group, dist.ProcessGroup):
+        raise InputError(
+            f"group is of the type {type(group).__name__}: it must be a process group of torch.distributed "
+            "(dist.new_group, DeviceMesh.get_group), or None for all ranks"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InputError("this process is no rank of group: only those of the group make the call")
+    return dist.get_world_size(group), rank
+
+
+def dealt(layout, world):
+    """The chunks of each rank, in the order in which it stores them: those of the crate fa-dist."""
+    if not isinstance(layout, str):
+        raise InputError(f"layout is {layout!r}: it must be a name, zigzag or contiguous")
+    return _core.chunks(layout, world)
+
+
+# Called by torch.compile where it traces, not traced.
+dealt._dynamo_marked_constant = True
+
+
+def chunk_length(rows, per_rank, layout):
+    if rows % per_rank:
+        raise InputError(
+            f"a rank has {rows} rows, which {per_rank} chunks of equal length do not have: pad the sequence "
+            f"to a multiple of {per_rank} times the ranks ({layout} shards)"
+        )
+    return rows // per_rank
+
+
+def shard(tensor, dim=1, group=None, layout="zigzag"):
+    """This rank's rows of a whole tensor."""
+    world, rank = place(group)
+    own = dealt(layout, world)[rank]
+    count = world * len(own)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(f"axis {dim} of a tensor of {tensor.dim()} axes")
+    if tensor.shape[dim] % count:
+        raise InputError(
+            f"axis {dim} has {tensor.shape[dim]} rows, which {count} chunks do not divide: pad it, or use "
+            "another number of ranks"
+        )
+    chunks = tensor.chunk(count, dim)
+    return torch.cat([chunks[chunk] for chunk in own], dim)
+
+
+def unshard(tensor, dim=1, group=None, layout="zigzag"):
+    """The whole tensor, from each rank's rows. Without gradients."""
+    world, _ = place(group)
+    return torch.cat(in_order(of_all(tensor.detach(), group, world), dim, layout), dim)
+
+
+def of_all(tensor, group, world):
+    """The tensors of all ranks, which have one shape."""
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def in_order(parts, dim, layout):
+    """The chunks of all ranks' rows, in the order of the sequence."""
+    chunks = {}
+    for part, own in zip(parts, dealt(layout, len(parts))):
+        chunk_length(part.shape[dim], len(own), layout)
+        chunks.update(zip(own, part.chunk(len(own), dim)))
+    return [chunks[chunk] for chunk in sorted(chunks)]
+
+
+def positions(rows, group=None, layout="zigzag", device=None):
+    """The positions in the whole sequence of this rank's `rows` rows: what rotary embedding takes."""
+    world, rank = place(group)
+    own = dealt(layout, world)[rank]
+    length = chunk_length(rows, len(own), layout)
+    return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in own])
+
+
+class Options:
+    """What all parts of a call have in common."""
+
+    def __init__(self, scale, causal, window_size, softcap, deterministic, alibi_slopes=None, sinks=None):
+        self.left, right = window(window_size)
+        self.right = 0 if causal else right
+        self.causal = self.right == 0
+        self.slopes, self.sinks = alibi_slopes, sinks
+        if alibi_slopes is not None and not self.causal:
+            raise UnsupportedError(
+                "alibi_slopes without causal over several ranks: give causal=True, or use one GPU"
+            )
+        self.common = dict(softmax_scale=scale, softcap=softcap)
+        self.backward = dict(self.common, deterministic=deterministic)
+
+    def __repr__(self):
+        given = self.backward, self.left, self.right
+        return repr((*given, self.slopes is not None, self.sinks is not None))
+
+    def seen(self, first, end, total):
+        """The keys that rows `first` to `end` see, and the mask between them, whose diagonal ends in the last
+        row and key."""
+        stop = total if self.right < 0 else min(total, end + self.right)
+        start = max(0, first - self.left) if self.left >= 0 else 0
+        beyond = stop - end
+        sides = (self.left + beyond if self.left >= 0 else -1, max(self.right - beyond, -1))
+        return slice(start, stop), dict(causal=self.causal, window_size=sides)
+
+    def of(self, heads):
+        """What belongs to some of the query heads."""
+        named = dict(alibi_slopes=self.slopes, sinks=self.sinks)
+        return {name: x[..., heads].contiguous() for name, x in named.items() if x is not None}
+
+
+class Gathered:
+    """K and V of all ranks, some heads at a time: the next while those before are used."""
+
+    def __init__(self, k, v, group, layout, stages):
+        self.k, self.v, self.group, self.layout = k, v, group, layout
+        self.world, heads = dist.get_world_size(group), k.shape[2]
+        if stages is None:
+            stages = max(count for count in range(1, min(8, heads) + 1) if heads % count == 0)
+        if not isinstance(stages, int) or stages < 1 or heads % stages:
+            raise InputError(f"stages is {stages}: it must divide the {heads} K/V heads")
+        self.size, self.stages = heads // stages, stages
+
+    def __iter__(self):
+        pending = self._start(0)
+        for stage in range(self.stages):
+            work, parts = pending
+            if stage + 1 < self.stages:
+                pending = self._start(stage + 1)
+            for handle in work:
+                handle.wait()
+            heads = slice(stage * self.size, (stage + 1) * self.size)
+            yield heads, *(torch.cat(in_order(part, 1, self.layout), 1) for part in parts)
+
+    def _start(self, stage):
+        heads = slice(stage * self.size, (stage + 1) * self.size)
+        work, all_parts = [], []
+        for own in (self.k, self.v):
+            own = own[:, :, heads].contiguous()
+            parts = [torch.empty_like(own) for _ in range(self.world)]
+            work.append(dist.all_gather(parts, own, group=self.group, async_op=True))
+            all_parts.append(parts)
+        return work, all_parts
+
+
+def summed(total, group, layout):
+    """This rank's rows of the sum over ranks, in the order of the ranks, by float32."""
+    world = dist.get_world_size(group)
+    own = dealt(layout, world)
+    chunks = total.chunk(world * len(own[0]), 1)
+    sends = torch.stack([torch.cat([chunks[chunk] for chunk in of], 1) for of in own])
+    parts = torch.empty_like(sends)
+    dist.all_to_all_single(parts, sends, group=group)
+    result = parts[0].clone()
+    for part in parts[1:]:
+        result += part
+    return result
+
+
+def check(dropout_p, **axes):
+    if dropout_p != 0.0:
+        raise UnsupportedError(
+            f"dropout_p is {dropout_p}: dropout over several ranks is not computed, leave it out"
+        )
+    for name, (x, count) in axes.items():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"{name} is of the type {type(x).__name__}: it must be a torch tensor")
+        if x.dim() != count:
+            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must have {count} axes")
+    if axes:
+        heads_q, heads_k, heads_v = (x.shape[-2] for x, _ in axes.values())
+        if not heads_k or heads_q % heads_k or heads_v != heads_k:
+            raise InputError(
+                f"q has {heads_q} heads, k {heads_k} and v {heads_v}: k and v need as many, a divisor of q's"
+            )
+
+
+# What ranks have agreed on, on GPUs: there a comparison waits for the GPU, and is made once.
+_agreed = set()
+
+
+def agree(group, *given):
+    """Refuses a call that ranks make with different shapes or options: transfers of other sizes end in an
+    error of the process group, or never."""
+    world, rank = place(group)
+    shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
+    text, device = ", ".join(shown), given[0].device
+    key = (group, text)
+    if torch.compiler.is_compiling() or key in _agreed:
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    own = torch.zeros(_TEXT, dtype=torch.uint8)
+    letters = text.encode()[:_TEXT]
+    own[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8)
+    for other, theirs in enumerate(of_all(own.to(device), group, world)):
+        theirs = bytes(theirs.tolist()).rstrip(b"\0").decode()
+        if theirs != text[:_TEXT]:
+            raise InputError(
+                f"rank {other} of the group calls with {theirs}, and this rank, {rank}, with {text}: all "
+                "ranks have tensors of one shape and the same options (pad what the ranks do not divide)"
+            )
+    if device.type == "cuda":
+        _agreed.add(key)
+
+
+# Bytes of a call's text.
+_TEXT = 512

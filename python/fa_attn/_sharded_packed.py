@@ -1,0 +1,238 @@
+"""Packed sequences over ranks: functions with the names and arguments of ring-flash-attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ._core import InputError, UnsupportedError
+from ._sharded import Gathered, Options, agree, check, chunk_length, dealt, place, summed
+from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
+
+
+def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice) of a rank: the packed rows are
+    dealt evenly, whatever the sequences; `local_k_slice` are the rows of all keys that the rank's see."""
+    total = int(cu_seqlens[-1])
+    if total % world_size:
+        raise InputError(f"{total} packed rows over {world_size} ranks: pad them to a multiple of the ranks")
+    length = total // world_size
+    first, end = rank * length, (rank + 1) * length
+    starts = cu_seqlens.tolist()
+    touched = [(a, b) for a, b in zip(starts, starts[1:]) if max(a, first) < min(b, end)]
+    lengths_q = [min(b, end) - max(a, first) for a, b in touched]
+    lengths_k = [(min(b, end) if causal else b) - a for a, b in touched]
+    begin = touched[0][0] if touched else first
+
+    def accumulated(lengths):
+        sums = torch.tensor([0, *lengths]).cumsum(0)
+        return sums.to(dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+
+    local = slice(begin, begin + sum(lengths_k))
+    longest = (max(lengths_q, default=0), max(lengths_k, default=0))
+    return accumulated(lengths_q), accumulated(lengths_k), *longest, local
+
+
+class _Packed(torch.autograd.Function):
+    """Parts of this rank's rows, each over some of the rows of all ranks."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, parts, stages, group, options):
+        ratio = q.shape[1] // k.shape[1]
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        for heads, keys, values in Gathered(k[None], v[None], group, "contiguous", stages):
+            of = slice(heads.start * ratio, heads.stop * ratio)
+            for rows, seen, *lengths in parts:
+                part, part_lse, _ = flash_attn_varlen_func(
+                    q[rows, of],
+                    keys[0, seen],
+                    values[0, seen],
+                    *lengths,
+                    return_attn_probs=True,
+                    **options.common,
+                    **options.of(of),
+                    **_mask(options),
+                )
+                out[rows, of], lse[of, rows] = part, part_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given = (parts, stages, group, options)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        parts, stages, group, options = ctx.given
+        ratio = q.shape[1] // k.shape[1]
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for heads, keys, values in Gathered(k[None], v[None], group, "contiguous", stages):
+            of = slice(heads.start * ratio, heads.stop * ratio)
+            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
+            for rows, seen, *lengths in parts:
+                made = flash_attn_varlen_backward(
+                    dout[rows, of],
+                    q[rows, of],
+                    keys[0, seen],
+                    values[0, seen],
+                    out[rows, of],
+                    lse[of, rows].contiguous(),
+                    *lengths,
+                    **options.backward,
+                    **options.of(of),
+                    **_mask(options),
+                )
+                dq[rows, of] = made[0]
+                for total, part in zip(sums, made[1:]):
+                    total[0, seen] += part
+            for to, total in zip((dk, dv), sums):
+                to[:, heads] = summed(total, group, "contiguous")[0]
+        return dq, dk, dv, None, None, None, None
+
+
+def _mask(options):
+    return dict(causal=options.causal, window_size=(options.left, options.right))
+
+
+def _options(scale, causal, window_size, deterministic, alibi_slopes):
+    options = Options(scale, causal, window_size, 0.0, deterministic, alibi_slopes)
+    if not options.causal and (options.left >= 0 or options.right >= 0):
+        # The diagonal of a part would end elsewhere in each sequence.
+        raise UnsupportedError(
+            f"window_size is {tuple(window_size)} without causal, of packed sequences over several ranks: give "
+            "causal=True, or use attention for each sequence"
+        )
+    return options
+
+
+def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
+    """For each chunk of this rank its rows of all sequences, the rows of all ranks that they see, and the
+    lengths of both, the longest first. `cu_seqlens`: where this rank's rows of each sequence begin."""
+    world, rank = place(group)
+    owned = dealt(layout, world)
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != total or sorted(starts) != starts:
+        raise InputError(f"cu_seqlens is {starts}: it must ascend from 0 to the {total} rows of this rank")
+    if max_seqlen < max((b - a for a, b in zip(starts, starts[1:])), default=0):
+        raise InputError(f"max_seqlen is {max_seqlen}: a sequence of cu_seqlens, {starts}, has more rows")
+    per_rank = len(owned[0])
+    lengths = [chunk_length(b - a, per_rank, layout) for a, b in zip(starts, starts[1:])]
+    homes = {chunk: (j, at) for j, own in enumerate(owned) for at, chunk in enumerate(own)}
+
+    def rows(owners):
+        """Rows of a sequence after the other, and where the sequences begin."""
+        spans = [
+            torch.arange(length) + j * total + start + at * length
+            for start, length in zip(starts, lengths)
+            for j, at in owners
+        ]
+        sums = torch.tensor([0, *(len(owners) * length for length in lengths)]).cumsum(0)
+        index = torch.cat([torch.arange(0), *spans])
+        return index.to(cu_seqlens.device), sums.to(dtype=torch.int32, device=cu_seqlens.device)
+
+    parts, longest = [], max(lengths, default=0)
+    for at, chunk in reversed(list(enumerate(owned[rank]))):
+        owners = [homes[other] for other in range(chunk + 1 if causal else len(homes))]
+        own, starts_q = rows([(0, at)])
+        seen, starts_k = rows(owners)
+        parts.append((own, seen, starts_q, starts_k, longest, len(owners) * longest))
+    return parts
+
+
+def llama3_flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    heads_k_stride,
+    local_k_slice,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    group=None,
+):
+    """ring-flash-attention's function for packed sequences: q (rows, heads_q, head_dim), k and v (rows,
+    heads_kv, head_dim) are this rank's share of the packed rows; the lengths come from
+    `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride`: K/V heads that are gathered at a time."""
+    check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
+    if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
+        raise InputError(f"heads_k_stride is {heads_k_stride}: it must divide the {k.shape[1]} K/V heads")
+    options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes)
+    stages = k.shape[1] // heads_k_stride
+    agree(group, q, k, v, stages, options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    parts = [(slice(None), local_k_slice, *lengths)]
+    out, lse = _Packed.apply(q, k, v, parts, stages, group, options)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def llama3_flash_attn_varlen_kvpacked_func(q, kv, *args, **options):
+    """`llama3_flash_attn_varlen_func` of K and V stacked along axis 1."""
+    return llama3_flash_attn_varlen_func(q, *kv.unbind(1), *args, **options)
+
+
+def llama3_flash_attn_varlen_qkvpacked_func(qkv, *args, **options):
+    """`llama3_flash_attn_varlen_func` of Q, K and V stacked along axis 1."""
+    return llama3_flash_attn_varlen_func(*qkv.unbind(1), *args, **options)
+
+
+def _ring(layout, name):
+    def function(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        group=None,
+    ):
+        """ring-flash-attention's function for packed sequences: q, k and v (rows, heads, head_dim) are this
+        rank's rows of each sequence, dealt {layout}; `cu_seqlens` says where they begin, the same on every
+        rank, and is read on the host. Keys are gathered heads by heads, not passed around."""
+        check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
+        options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes)
+        if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
+            raise InputError(
+                f"q has {q.shape[0]} rows, k {k.shape[0]} and v {v.shape[0]}: a rank has as many of each"
+            )
+        parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
+        agree(group, q, k, v, layout, options, cu_seqlens.tolist())
+        out, lse = _Packed.apply(q, k, v, parts, None, group, options)
+        return (out, lse, None) if return_attn_probs else out
+
+    def kvpacked(q, kv, *args, **options):
+        return function(q, *kv.unbind(1), *args, **options)
+
+    def qkvpacked(qkv, *args, **options):
+        return function(*qkv.unbind(1), *args, **options)
+
+    function.__doc__ = function.__doc__.replace("{layout}", layout)
+    for form, stacked in ((kvpacked, "kvpacked_"), (qkvpacked, "qkvpacked_"), (function, "")):
+        form.__name__ = form.__qualname__ = f"{name}_varlen_{stacked}func"
+        form.__doc__ = form.__doc__ or f"`{name}_varlen_func` of tensors that are stacked along axis 1."
+    return function, kvpacked, qkvpacked
+
+
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _ring("zigzag", "zigzag_ring_flash_attn")
+(
+    ring_flash_attn_varlen_func,
+    ring_flash_attn_varlen_kvpacked_func,
+    ring_flash_attn_varlen_qkvpacked_func,
+) = _ring("contiguous", "ring_flash_attn")
