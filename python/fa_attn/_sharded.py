@@ -120,6 +120,18 @@ class Options:
         sides = (self.left + beyond if self.left >= 0 else -1, max(self.right - beyond, -1))
         return slice(start, stop), dict(causal=self.causal, window_size=sides)
 
+    def check_shapes(self, batch, heads):
+        """Whether slopes and sinks are those of all heads, before parts are taken of them."""
+        one = ((heads,),)
+        of_slopes = one if batch is None else ((heads,), (batch, heads))
+        for name, x, shapes in (("alibi_slopes", self.slopes, of_slopes), ("sinks", self.sinks, one)):
+            if x is not None and (not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes):
+                got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise InputError(
+                    f"{name} is {got}: it must be a torch tensor of all heads on every rank, of the shape "
+                    f"{' or '.join(map(str, shapes))}"
+                )
+
     def of(self, heads):
         """What belongs to some of the query heads."""
         named = dict(alibi_slopes=self.slopes, sinks=self.sinks)
@@ -199,11 +211,13 @@ _agreed = set()
 def agree(group, *given):
     """Refuses a call that ranks make with different shapes or options: transfers of other sizes end in an
     error of the process group, or never."""
+    if torch.compiler.is_compiling():
+        return
     world, rank = place(group)
     shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
     text, device = ", ".join(shown), given[0].device
     key = (group, text)
-    if torch.compiler.is_compiling() or key in _agreed:
+    if key in _agreed:
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return

@@ -28,7 +28,7 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
         return sums.to(dtype=cu_seqlens.dtype, device=cu_seqlens.device)
 
     local = slice(begin, begin + sum(lengths_k))
-    longest = (max(lengths_q, default=0), max(lengths_k, default=0))
+    longest = (max([0, *lengths_q]), max([0, *lengths_k]))
     return accumulated(lengths_q), accumulated(lengths_k), *longest, local
 
 
@@ -94,13 +94,14 @@ def _mask(options):
     return dict(causal=options.causal, window_size=(options.left, options.right))
 
 
-def _options(scale, causal, window_size, deterministic, alibi_slopes):
+def _options(scale, causal, window_size, deterministic, alibi_slopes, q):
     options = Options(scale, causal, window_size, 0.0, deterministic, alibi_slopes)
+    options.check_shapes(None, q.shape[1])
     if not options.causal and (options.left >= 0 or options.right >= 0):
         # The diagonal of a part would end elsewhere in each sequence.
         raise UnsupportedError(
-            f"window_size is {tuple(window_size)} without causal, of packed sequences over several ranks: give "
-            "causal=True, or use attention for each sequence"
+            f"window_size is {tuple(window_size)} without causal, of packed sequences over several ranks: "
+            "give causal=True, or use attention for each sequence"
         )
     return options
 
@@ -113,7 +114,7 @@ def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
     starts = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != total or sorted(starts) != starts:
         raise InputError(f"cu_seqlens is {starts}: it must ascend from 0 to the {total} rows of this rank")
-    if max_seqlen < max((b - a for a, b in zip(starts, starts[1:])), default=0):
+    if max_seqlen < max([0, *(b - a for a, b in zip(starts, starts[1:]))]):
         raise InputError(f"max_seqlen is {max_seqlen}: a sequence of cu_seqlens, {starts}, has more rows")
     per_rank = len(owned[0])
     lengths = [chunk_length(b - a, per_rank, layout) for a, b in zip(starts, starts[1:])]
@@ -130,7 +131,7 @@ def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
         index = torch.cat([torch.arange(0), *spans])
         return index.to(cu_seqlens.device), sums.to(dtype=torch.int32, device=cu_seqlens.device)
 
-    parts, longest = [], max(lengths, default=0)
+    parts, longest = [], max([0, *lengths])
     for at, chunk in reversed(list(enumerate(owned[rank]))):
         owners = [homes[other] for other in range(chunk + 1 if causal else len(homes))]
         own, starts_q = rows([(0, at)])
@@ -164,7 +165,7 @@ def llama3_flash_attn_varlen_func(
     check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
     if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
         raise InputError(f"heads_k_stride is {heads_k_stride}: it must divide the {k.shape[1]} K/V heads")
-    options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes, q)
     stages = k.shape[1] // heads_k_stride
     agree(group, q, k, v, stages, options)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -203,7 +204,7 @@ def _ring(layout, name):
         rank's rows of each sequence, dealt {layout}; `cu_seqlens` says where they begin, the same on every
         rank, and is read on the host. Keys are gathered heads by heads, not passed around."""
         check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
-        options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes)
+        options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes, q)
         if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
             raise InputError(
                 f"q has {q.shape[0]} rows, k {k.shape[0]} and v {v.shape[0]}: a rank has as many of each"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ._core import InputError, dropout_bits
+from ._core import InputError, UnsupportedError, dropout_bits
 from ._dropout import ADVANCE, BITS, halves
 from ._modifications import extents_of
 from ._torch_memory import stream_of
@@ -49,6 +49,9 @@ def _(q, threshold, heads):
 
 def kept(q, extents, threshold, rng_state):
     """The state of a call: torch's, or the caller's (seed, offset)."""
+    if hasattr(q, "placements"):
+        # The bits depend on the numbers of heads and sequences.
+        raise UnsupportedError("q is a DTensor: with dropout_p give local tensors, or leave it out")
     if rng_state is None:
         return torch.ops.fa_attn.dropout_state(q.detach(), threshold, extents.batch * extents.heads)
     if isinstance(rng_state, torch.Tensor):

@@ -15,8 +15,8 @@ NCCL on GPUs, gloo on CPUs.
 - `shard`, `unshard`, `positions`: the rows of a rank, and where they are in the sequence.
 
 Rows are dealt "zigzag" (of 2 * world chunks rank r has chunks r and 2 * world - 1 - r, so that a causal mask
-gives every rank as much to do) or "contiguous" (rank r has chunk r). All ranks have as many rows, and give the
-same options: they compare them, on GPUs at the first call with each, and a difference is an error on every
+gives every rank as much to do) or "contiguous" (rank r has chunk r). All ranks have as many rows, and give
+the same options: they compare them, on GPUs at the first call with each, and a difference is an error on every
 rank. A rank that is lost is torch's error: that of the group's timeout, or of its connection.
 """
 
@@ -189,6 +189,7 @@ def attention(
     place(group)
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     options = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, sinks)
+    options.check_shapes(q.shape[0], q.shape[2])
     if q.shape[1] != k.shape[1] or k.shape[1] != v.shape[1]:
         raise InputError(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
@@ -237,16 +238,27 @@ def _ordered(x, world, layout, back=False):
     return torch.cat([chunks[chunk] for chunk in order], 1)
 
 
-def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=False, **options):
+# Options that mean the same for some heads as for all. Functions of scores, biases and dropout's bits depend
+# on the number of a head, which would be that of a rank's.
+_BY_HEADS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "query_offset")
+
+
+def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, layout="contiguous", **options):
     """Attention of whole sequences for some heads: exchanges turn shards of rows into shards of heads and
-    back. The ranks divide the query heads, and the K/V heads or are a multiple of them. `options`: those of
+    back. The ranks divide the query heads, and the K/V heads or are a multiple of them. `alibi_slopes` and
+    `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of this rank's heads.
+    `options`: softmax_scale, causal, window_size, softcap, deterministic and query_offset of
     `flash_attn_func`. Returns out, in the shape of q."""
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
-    if return_lse:
+    if options.pop("return_lse", False):
         raise UnsupportedError("return_lse of ulysses_attention: the LSE is spread over heads, use attention")
-    if options.get("alibi_slopes") is not None:
-        raise UnsupportedError("alibi_slopes of ulysses_attention: heads are spread over ranks, leave it out")
-    world, _ = place(group)
+    for name, value in options.items():
+        if name not in _BY_HEADS and not (name == "dropout_p" and value == 0.0):
+            raise UnsupportedError(
+                f"{name} of ulysses_attention: a rank has some of the heads, leave it out, or use one GPU; "
+                f"options are {', '.join(_BY_HEADS)}, alibi_slopes and sinks"
+            )
+    world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q % world or (heads_kv % world and world % heads_kv):
@@ -254,11 +266,14 @@ def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=Fa
             f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks: ulysses needs ranks that "
             "divide them, use attention"
         )
-    agree(group, q, k, v, layout, sorted(options.items()))
+    of_heads = Options(None, True, (-1, -1), 0.0, False, alibi_slopes, sinks)
+    of_heads.check_shapes(q.shape[0], heads_q)
+    own = slice(rank * heads_q // world, (rank + 1) * heads_q // world)
+    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
     q, k, v = (_ordered(_Exchange.apply(x, group, True), world, layout) for x in (q, k, v))
-    out = flash_attn_func(q, k, v, **options)
+    out = flash_attn_func(q, k, v, **options, **of_heads.of(own))
     return _Exchange.apply(_ordered(out, world, layout, back=True), group, False)
 
 
@@ -389,8 +404,6 @@ class UlyssesAttention(torch.nn.Module):
         return_attn_probs=False,
     ):
         check(dropout_p)
-        if alibi_slopes is not None:
-            raise UnsupportedError("alibi_slopes of UlyssesAttention: use attention, or leave it out")
         if others or return_attn_probs:
             raise UnsupportedError("return_attn_probs and further arguments: leave them out")
         return ulysses_attention(
@@ -402,6 +415,7 @@ class UlyssesAttention(torch.nn.Module):
             causal=causal,
             window_size=window_size,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             deterministic=deterministic,
         )
 

@@ -1,6 +1,7 @@
 """Ranks that are processes, over gloo, beside one process: outputs, gradients, and the drop-ins."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -188,8 +189,9 @@ def test_packed_sequences_are_dealt_one_by_one():
 def test_slopes_and_sinks_are_those_of_all_heads():
     whole = tensors(64)
     given = dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05]))
-    for layout in distributed.LAYOUTS:
-        call = functools.partial(distributed.attention, layout=layout)
+    calls = distributed.attention, distributed.ulysses_attention
+    for layout, function in itertools.product(distributed.LAYOUTS, calls):
+        call = functools.partial(function, layout=layout)
         near(over_ranks(call, whole, layout, causal=True, **given), alone(*whole, causal=True, **given))
         for causal in (True, False):
             one, all_ranks = (torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2))
@@ -290,6 +292,12 @@ def test_what_is_not_computed_is_refused_by_name():
         distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
         distributed.attention(q[:, :7], k[:, :7], v[:, :7])
+    for name, value in (("dropout_p", 0.5), ("score_mod", lambda s, b, h, i, j: s), ("bias", slopes)):
+        with pytest.raises(fa_attn.UnsupportedError, match=f"{name} of ulysses_attention: a rank has"):
+            distributed.ulysses_attention(q, k, v, **{name: value})
+    for call in (distributed.attention, distributed.ulysses_attention):
+        with pytest.raises(fa_attn.InputError, match=r"alibi_slopes is \(3,\): it must be"):
+            call(q, k, v, alibi_slopes=torch.zeros(3), causal=True)
     with pytest.raises(fa_attn.InputError, match="stages is 3"):
         distributed.attention(q, k, v, stages=3)
     with pytest.raises(fa_attn.InputError, match="layout is 'striped'"):

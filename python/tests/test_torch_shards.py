@@ -156,6 +156,12 @@ def run(rank, mesh_name, file):
     except fa_attn.InputTypeError as error:
         assert "k is no DTensor and q is" in str(error)
 
+    try:
+        fa_attn.flash_attn_func(*[placed(q, (2,))] * 3, dropout_p=0.5)
+        raise AssertionError("the bits of a rank's heads are those of the first")
+    except fa_attn.UnsupportedError as error:
+        assert "with dropout_p give local tensors" in str(error)
+
     compiled = torch.compile(attention, backend="aot_eager")
     q, k, v = dout, *torch.randn(2, 4, 9, 4, 64)
     for axes in ((2,), (0,)):
