@@ -6,8 +6,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 
-use fa_core::{Arch, Pass, Problem};
-use fa_planner::plan::{self, PlanOptions};
+use fa_core::{Arch, KernelSpec, Pass, Problem};
+use fa_planner::plan::{self, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
@@ -104,28 +104,44 @@ impl Times {
         Times { machine, pass, known: HashMap::new() }
     }
 
-    /// The time of the planner's best kernel.
-    fn of(&mut self, problem: &Problem) -> Result<f64, Error> {
-        let key = format!("{problem:?}");
+    /// The planner's best kernel.
+    fn best(&self, problem: &Problem) -> Result<Plan, Error> {
+        let options = PlanOptions::default().with_pass(self.pass);
+        Ok(plan::best(problem, self.machine.arch, &options).map_err(fa_attn::Error::Plan)?)
+    }
+
+    /// The time of the planner's best kernel, or of a given one wherever that computes the problem: one that
+    /// is right for all heads may have too few tiles in a part for the SMs.
+    fn of(&mut self, problem: &Problem, pinned: Option<&KernelSpec>) -> Result<f64, Error> {
+        let key = format!("{problem:?} by {}", pinned.map_or_else(String::new, KernelSpec::to_string));
         if let Some(known) = self.known.get(&key) {
             return Ok(*known);
         }
         let options = PlanOptions::default().with_pass(self.pass);
-        let best = plan::best(problem, self.machine.arch, &options).map_err(fa_attn::Error::Plan)?;
-        self.known.insert(key, best.cost.seconds);
-        Ok(best.cost.seconds)
+        let planned = pinned.map(|spec| plan::plan_spec(problem, spec, self.machine.arch, &options));
+        let plan = match planned {
+            Some(Ok(plan)) => plan,
+            Some(Err(_)) | None => self.best(problem)?,
+        };
+        self.known.insert(key, plan.cost.seconds);
+        Ok(plan.cost.seconds)
     }
 }
 
 /// What a step takes, in seconds, and of what kind it is.
-fn step_seconds(program: &Program, step: &Step, times: &mut Times) -> Result<f64, Error> {
+fn step_seconds(
+    program: &Program,
+    step: &Step,
+    pinned: Option<&KernelSpec>,
+    times: &mut Times,
+) -> Result<f64, Error> {
     let limits = times.machine.arch.limits();
     let bytes = || {
         let views = step.op.reads().into_iter().chain(step.op.writes());
         views.map(|view| program.bytes(view)).sum::<usize>() as f64
     };
     Ok(match &step.op {
-        Op::Forward { part, .. } | Op::Backward { part, .. } => LAUNCH + times.of(&part.problem)?,
+        Op::Forward { part, .. } | Op::Backward { part, .. } => LAUNCH + times.of(&part.problem, pinned)?,
         Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } => {
             LAUNCH + bytes() / (SUM_SHARE * limits.hbm_bytes_per_s)
         }
@@ -175,11 +191,12 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
     let world = plan.world();
     let programs =
         (0..world).map(|rank| plan.program(rank, times.pass)).collect::<Result<Vec<_>, Error>>()?;
+    // Bits of one GPU are those of one kernel.
+    let pinned = plan.same_bits().then(|| times.best(plan.problem())).transpose()?.map(|best| best.spec);
     let seconds = programs.iter().map(|program| {
-        program
-            .steps
-            .iter()
-            .map(|step| step_seconds(program, step, times))
+        let steps = program.steps.iter();
+        steps
+            .map(|step| step_seconds(program, step, pinned.as_ref(), times))
             .collect::<Result<Vec<f64>, Error>>()
     });
     let seconds = seconds.collect::<Result<Vec<_>, Error>>()?;
@@ -244,11 +261,35 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
         sums: total(|op| matches!(op, Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. })),
         transfers: total(|op| matches!(op, Op::Exchange { .. })),
         exposed: end - kernels,
-        one_gpu: times.of(plan.problem())?,
+        one_gpu: times.of(plan.problem(), None)?,
         received: programs.iter().map(Program::received).max().unwrap_or(0),
         scratch: programs.iter().map(Program::scratch_bytes).max().unwrap_or(0),
         same_bits: plan.same_bits() && !times.pass.is_backward(),
     })
+}
+
+/// Into how many parts heads may be cut.
+const STAGES: [usize; 4] = [1, 2, 4, 8];
+
+/// The plan with the number of stages that takes the least time over `passes`: few stages expose the first
+/// transfer, many leave a kernel too few tiles for the SMs.
+///
+/// # Errors
+/// What the plan and the planner refuse.
+pub fn staged(plan: &ShardPlan, passes: &[Pass], machine: Machine) -> Result<ShardPlan, Error> {
+    let mut all: Vec<Times> = passes.iter().map(|pass| Times::new(machine, *pass)).collect();
+    let mut best: Option<(f64, ShardPlan)> = None;
+    for stages in STAGES {
+        let Ok(staged) = plan.clone().with_stages(stages) else { continue };
+        let mut seconds = 0.0;
+        for times in &mut all {
+            seconds += predict(&staged, times)?.seconds;
+        }
+        if best.as_ref().is_none_or(|(known, _)| seconds < *known) {
+            best = Some((seconds, staged));
+        }
+    }
+    Ok(best.map_or_else(|| plan.clone(), |(_, staged)| staged))
 }
 
 /// All schemes for a problem, the fastest first, and why the others do not compute it.
@@ -292,7 +333,7 @@ pub fn rank(
             }
         };
         let mut best: Option<(ShardPlan, Cost)> = None;
-        for stages in [1, 2, 4, 8] {
+        for stages in STAGES {
             let Ok(staged) = plan.clone().with_stages(stages) else { continue };
             match predict(&staged, &mut times) {
                 Ok(cost) if best.as_ref().is_none_or(|(_, known)| cost.seconds < known.seconds) => {
@@ -419,6 +460,18 @@ mod tests {
         let [fast, slow] = [Link::NVLINK, Link::NETWORK]
             .map(|link| ranking(32_768, (32, 32), 4, Pass::BACKWARD, link).plans[0].1.clone());
         assert!(slow.seconds > fast.seconds && slow.exposed > fast.exposed, "{fast:?} {slow:?}");
+    }
+
+    #[test]
+    fn parts_have_the_kernel_of_the_whole() {
+        let problem = Problem::square(1, 32_768, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
+        let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+        let chosen = staged(&plan, &[Pass::Forward], MACHINE).unwrap();
+        let share =
+            |plan: &ShardPlan| predict(plan, &mut Times::new(MACHINE, Pass::Forward)).unwrap().share(2);
+        // Of one K/V head a chunk has 171 tiles of 192 rows, which 132 SMs take in two rounds.
+        assert!(share(&plan) < 0.9, "{}", share(&plan));
+        assert!(chosen.stages() < plan.stages() && share(&chosen) > 0.94, "{chosen:?}");
     }
 
     #[test]

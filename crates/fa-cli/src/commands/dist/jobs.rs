@@ -61,8 +61,6 @@ pub(super) struct Job {
     pub scheme: Scheme,
     /// How rows are dealt.
     pub layout: Layout,
-    /// Stages; `None` for the scheme's own number.
-    pub stages: Option<usize>,
     /// Whether there is a backward, too.
     pub backward: bool,
     /// What is done.
@@ -94,6 +92,8 @@ pub(super) struct Answer {
     pub seconds: Vec<f64>,
     /// Seconds of one GPU with the whole problem.
     pub one_gpu: Vec<f64>,
+    /// The model's share of one GPU for each pass.
+    pub model: Vec<f64>,
     /// Device memory of the plan, in bytes.
     pub memory: usize,
 }
@@ -110,6 +110,7 @@ impl Answer {
             differs: None,
             seconds: Vec::new(),
             one_gpu: Vec::new(),
+            model: Vec::new(),
             memory: 0,
         }
     }
@@ -132,7 +133,7 @@ fn job(problem: Problem, scheme: Scheme, kind: Kind) -> Job {
     let backward = scheme != Scheme::Decode;
     let layout = if scheme == Scheme::Decode { Layout::Contiguous } else { Layout::Zigzag };
     let same_bits = matches!(scheme, Scheme::Gather | Scheme::Ulysses);
-    Job { problem, scheme, layout, stages: None, backward, kind, same_bits, repeat: 2, odd_rank: None }
+    Job { problem, scheme, layout, backward, kind, same_bits, repeat: 2, odd_rank: None }
 }
 
 /// What `fa dist check` compares.
@@ -191,7 +192,7 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
     }
     jobs.push(job(causal(32_768, (32, 8)), Scheme::Ring, Kind::Bench { iterations: 10 }));
     if !quick {
-        for len in [32_768, 65_536] {
+        for len in [32_768, 65_536, 131_072] {
             jobs.push(job(causal(len, (64, 8)), Scheme::Gather, Kind::Bench { iterations: 3 }));
         }
         for len in [8192, 16_384] {
@@ -205,6 +206,24 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
         jobs.push(job(decode, Scheme::Decode, Kind::Bench { iterations: 50 }));
     }
     jobs
+}
+
+/// The share of one GPU that each of two is to reach, in percent: by the scheme that is the fastest.
+pub(super) fn mark(job: &Job, world: usize) -> Option<f64> {
+    let Problem { lengths, heads_q, heads_kv, .. } = job.problem;
+    let is_grouped = heads_q >= 4 * heads_kv;
+    let (_, mark) = [
+        ((1, 1 << 20, true), 95.0),
+        ((1, 131_072, true), 75.0),
+        ((131_072, 131_072, true), 99.3),
+        ((65_536, 65_536, true), 98.5),
+        ((32_768, 32_768, true), 97.0),
+        ((16_384, 16_384, false), 92.0),
+        ((8192, 8192, false), 82.0),
+    ]
+    .into_iter()
+    .find(|(of, _)| *of == (lengths.max_q(), lengths.max_k(), is_grouped))?;
+    (world == 2).then_some(mark)
 }
 
 /// Ranks of which the last is killed at each stage.

@@ -11,7 +11,7 @@ use fa_core::Dtype;
 use fa_kernels::cudarc::driver::CudaContext;
 
 use super::args::{CheckArgs, RunArgs, TransportName};
-use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, odd};
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, mark, odd};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -125,6 +125,11 @@ pub(super) fn shape(job: &Job) -> String {
     let (q, k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let len = if q == k { q.to_string() } else { format!("{q}x{k}") };
     format!("{len} {}:{} {}", problem.heads_q, problem.heads_kv, problem.mask)
+}
+
+/// A share in percent, or a dash.
+fn percent(share: Option<f64>) -> String {
+    share.map_or_else(|| "-".to_owned(), |share| format!("{share:.1}%"))
 }
 
 /// How far results of other orders of sums may be from each other, over the largest value.
@@ -280,8 +285,8 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
         }
         if std::mem::take(&mut header) {
             line(&format!(
-                "{:<30} {:<8} {:<4} {:>11} {:>11} {:>7} {:>9} {:>9}",
-                "shape", "scheme", "pass", "1 GPU ms", "ms", "times", "per GPU", "MB own"
+                "{:<30} {:<8} {:<4} {:>11} {:>11} {:>7} {:>9} {:>7} {:>7} {:>9}",
+                "shape", "scheme", "pass", "1 GPU ms", "ms", "times", "per GPU", "model", "mark", "MB own"
             ))?;
         }
         let job = &jobs[number];
@@ -295,7 +300,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
             }
             let memory = found.iter().map(|answer| answer.memory).max().unwrap_or(0);
             line(&format!(
-                "{:<30} {:<8} {:<4} {:>11.4} {:>11.4} {:>7.2} {:>8.1}% {:>9.0}",
+                "{:<30} {:<8} {:<4} {:>11.4} {:>11.4} {:>7.2} {:>8.1}% {:>7} {:>7} {:>9.0}",
                 shape(job),
                 job.scheme.name(),
                 name,
@@ -303,6 +308,8 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
                 seconds * 1e3,
                 one / seconds,
                 100.0 * one / seconds / args.ranks as f64,
+                percent(found.iter().find_map(|answer| answer.model.get(pass)).map(|share| 100.0 * share)),
+                percent(mark(job, args.ranks)),
                 memory as f64 / 1e6,
             ))?;
         }

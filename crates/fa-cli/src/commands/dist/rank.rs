@@ -8,6 +8,7 @@ use anyhow::Context;
 use fa_attn::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Placement, shapes};
 use fa_core::{Lengths, Pass, Problem, TensorLayout};
 use fa_cpu::{Element, TensorRef};
+use fa_dist::cost::{Link, Machine, Times, predict, staged};
 use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, Scheme, ShardPlan, Shards, one_gpu};
 use half::bf16;
 
@@ -140,8 +141,11 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
         Kind::Bench { .. } | Kind::Ends(_) => job.backward.then_some(Pass::BACKWARD),
     };
     let mut plan = ShardPlan::new(&problem, world, job.scheme, job.layout)?;
-    if let Some(stages) = job.stages {
-        plan = plan.with_stages(stages)?;
+    let is_measured = matches!(job.kind, Kind::Bench { .. });
+    let passes: Vec<Pass> = [Some(Pass::Forward), pass].into_iter().flatten().collect();
+    let machine = Machine { arch: gpu.arch(), link: Link::NVLINK };
+    if is_measured {
+        plan = staged(&plan, &passes, machine)?;
     }
     let bound = one_gpu(&gpu, &plan, Pass::Forward)?;
     let bound_backward = pass.map(|pass| one_gpu(&gpu, &plan, pass)).transpose()?;
@@ -149,6 +153,9 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
     let plan = plan.with_tiles(rows as usize, keys as usize);
     let mut attention = DeviceAttention::new(rank, &plan, pass)?;
     let mut answer = Answer { memory: attention.workspace_bytes(), ..Answer::of(number, own) };
+    for pass in passes.iter().filter(|_| is_measured) {
+        answer.model.push(predict(&plan, &mut Times::new(machine, *pass))?.share(world));
+    }
 
     let of = shapes(&problem);
     let mut seed = 0;
