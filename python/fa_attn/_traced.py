@@ -110,7 +110,9 @@ class Indexed:
     def __getattr__(self, name):
         if name in ("shape", "dtype", "ndim", "device", "size", "dim"):
             return getattr(self._tensor, name)
-        if not name.startswith("_") and self.row() is not None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self.row() is not None:
             return lambda *arguments, **options: self._recorder.operate(name, (self, *arguments), options)
         raise UnsupportedError(
             f"`{name}` of an array has no equivalent in a mask or score function: index it first, or compute "
@@ -236,11 +238,13 @@ class Traced:
 
     @property
     def dtype(self):
-        torch = sys.modules["torch"]
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise AttributeError("dtype")
         return {"i32": torch.int32, "f32": torch.float32, "bool": torch.bool}[self.kind]
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("_") or name == "dtype":
             raise AttributeError(name)
         return lambda *arguments, **options: self.recorder.operate(name, (self, *arguments), options)
 
