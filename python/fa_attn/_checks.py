@@ -315,3 +315,13 @@ def no_dropout(dropout_p):
             f"dropout_p = {dropout_p}: dropout has no function below autograd's, use flash_attn_func or "
             "flash_attn_varlen_func"
         )
+
+
+def check_integers(least, most):
+    """Of an array that a program reads, the least and the most of its integers."""
+    for value in (int(least), int(most)):
+        if not -(2**31) <= value < 2**31:
+            raise InputError(
+                f"an array of a mask or score function holds {value}, and integers there have 32 bits: "
+                "number what it tells apart from 0"
+            )

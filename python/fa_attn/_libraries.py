@@ -2,6 +2,7 @@
 
 import importlib
 
+from ._checks import check_integers
 from ._core import InputError, InputTypeError, dropout_bits
 from ._dropout import halves
 from ._nvrtc import find_nvrtc
@@ -71,6 +72,8 @@ class Numpy:
         array = self.host(array)
         kinds = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int32"}
         kind = kinds.get(array.dtype.name, array.dtype)
+        if array.dtype.name == "int64" and array.size:
+            check_integers(array.min(), array.max())
         if array.dtype.name == "bool":
             array, kind = array.view(self.np.uint8), self.np.uint8
         if min(array.strides, default=0) < 0:

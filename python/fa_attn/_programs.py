@@ -235,7 +235,16 @@ def _text_of(recorder, function, result, names):
     ]
     _check_signature(function, result, names)
     with recording(recorder):
-        value = _with_recorded(recorder, function, set())(*arguments)
+        try:
+            value = _with_recorded(recorder, function, set())(*arguments)
+        except TypeError as error:
+            # Jax names the type that it does not take.
+            if "jax" not in sys.modules or "fa_attn._traced." not in str(error):
+                raise
+            raise UnsupportedError(
+                f"{result}_mod calls a function of jax, which takes jax's arrays alone: numpy's functions, "
+                "operators and methods can be traced"
+            ) from error
         value = recorder.operand(value)
     if value is None:
         raise UnsupportedError(f"{result}_mod returns neither a number nor a truth value")

@@ -6,12 +6,14 @@ import numbers
 import sys
 from reprlib import repr as short
 
-from ._core import UnsupportedError
-from ._traced import Indexed, NeedsConstant, Traced, called, float_text, recorder_of, rounded
-from ._traced_operations import OPERATIONS, SHOWN
+from ._core import InputError, UnsupportedError
+from ._traced import Indexed, NeedsConstant, Row, Traced, called, float_text, recorder_of, rounded
+from ._traced_operations import OF_ROWS, OPERATIONS, SHOWN, WIDE
 
 # The most run-time scalars of a program; further numbers are constants.
 MOST_SCALARS = 8
+# The most numbers of a row, which are computed one by one.
+MOST_ELEMENTS = 64
 _RANK = {"bool": 0, "i32": 1, "f32": 2}
 _ELEMENTS = {
     "float32": "f32",
@@ -153,11 +155,15 @@ class Recorder:
             return value
         if isinstance(value, Indexed):
             return value.whole()
+        if isinstance(value, Row):
+            return None
         if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
             return self._fixed("true" if value else "false", "bool", bool(value))
         if isinstance(value, numbers.Integral):
             if not -(2**31) <= int(value) < 2**31:
-                return self._fixed(float_text(float(value)), "f32", float(value))
+                wide = self._fixed(float_text(float(value)), "f32", float(value))
+                wide.is_wide = True
+                return wide
             return self._fixed(str(int(value)), "i32", int(value))
         if isinstance(value, numbers.Real):
             return self._fixed(float_text(float(value)), "f32", float(value))
@@ -200,7 +206,15 @@ class Recorder:
 
     def operate(self, name, arguments, options):
         """What the operation of this name of Python, torch or numpy gives."""
-        operation = OPERATIONS.get(name.strip("_") if name.startswith("__") else name)
+        name = name.strip("_") if name.startswith("__") else name
+        if len(arguments) == 1 and not options:
+            name = {"max": "amax", "min": "amin"}.get(name, name)
+        if name in OF_ROWS:
+            return OF_ROWS[name](self, *arguments, **options)
+        rows = [one.row() if isinstance(one, (Row, Indexed)) else None for one in arguments]
+        if any(row is not None for row in rows):
+            return self._by_element(name, arguments, options)
+        operation = OPERATIONS.get(name)
         if operation is None:
             traced = [one for one in [*arguments, *options.values()] if isinstance(one, Traced)]
             if traced and all(one.fixed for one in traced):
@@ -214,11 +228,50 @@ class Recorder:
         for argument in arguments:
             operand = self.operand(argument)
             given.append(argument if operand is None else operand)
+        traced = [one for one in given if isinstance(one, Traced)]
+        wide = next((one for one in traced if one.is_wide), None)
+        if wide is not None and name not in WIDE and all(x.is_wide or x.kind != "f32" for x in traced):
+            raise UnsupportedError(
+                f"`{name}` with {int(wide.value)}: integers of a mask or score function have 32 bits"
+            )
         try:
             return operation(self, *given, **options)
         except (TypeError, AttributeError) as error:
             shown = ", ".join(map(short, arguments))
             raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
+
+    def row(self, value):
+        """The scalars of a row, or of an array of one axis; None of anything else."""
+        if isinstance(value, (Row, Indexed)) and value.row() is not None:
+            found = value.row()
+        elif isinstance(value, (list, tuple)):
+            found = [self.operand(one) for one in value]
+        elif len(getattr(value, "shape", ())) == 1:
+            array = value if isinstance(value, Indexed) else Indexed(self, value)
+            found = [array[at] for at in range(value.shape[0])]
+        else:
+            return None
+        if not 1 <= len(found) <= MOST_ELEMENTS:
+            raise UnsupportedError(
+                f"a row of {len(found)} numbers in a mask or score function: 1 to {MOST_ELEMENTS} are "
+                "computed"
+            )
+        return None if any(one is None for one in found) else found
+
+    def _by_element(self, name, arguments, options):
+        """The operation of each element of rows, with the numbers beside them."""
+        rows = [None if self.operand(one) is not None else self.row(one) for one in arguments]
+        counts = {len(row) for row in rows if row is not None and len(row) > 1} or {1}
+        if len(counts) > 1:
+            have = " and ".join(map(str, sorted(counts)))
+            raise InputError(f"`{name}` of rows of {have} numbers in a mask or score function")
+        made = []
+        for at in range(counts.pop()):
+            own = [
+                one if row is None else row[min(at, len(row) - 1)] for one, row in zip(arguments, rows)
+            ]
+            made.append(self.operate(name, own, options))
+        return Row(self, made)
 
 
 # Functions of torch that make tensors of numbers.

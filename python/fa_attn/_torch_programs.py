@@ -7,8 +7,10 @@ import sys
 from functools import partial
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
+from ._checks import check_integers
 from ._core import InputError, UnsupportedError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
@@ -245,6 +247,12 @@ _READ = {
 def _as_read(x):
     """An array in a type that programs read: as tracing declares those that they do not."""
     kind = _READ.get(x.dtype)
+    if x.dtype == torch.int64 and x.numel() and not torch.compiler.is_compiling():
+        if x.device.type != "cpu":
+            # No value is waited for.
+            x = x.clamp(-(2**31), 2**31 - 1)
+        elif not isinstance(x, FakeTensor):
+            check_integers(*x.aminmax())
     return x if kind is None else x.to(kind)
 
 

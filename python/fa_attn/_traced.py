@@ -34,6 +34,51 @@ def float_text(value):
     return text if any(mark in text for mark in ".e") else text + ".0"
 
 
+@classmethod
+def _torch_function(_, function, kinds, arguments=(), options=None):
+    return called(recorder_of(arguments, options or {}), function, arguments, options or {})
+
+
+class Row:
+    """Recording scalars side by side, as `t[q]` of an array of two axes gives: computed one by one."""
+
+    __array_priority__ = 1000
+
+    def __init__(self, recorder, elements):
+        self._recorder, self.elements = recorder, elements
+
+    def __getitem__(self, index):
+        part = self.elements[index]
+        return Row(self._recorder, part) if isinstance(index, slice) else part
+
+    def __len__(self):
+        return len(self.elements)
+
+    def __iter__(self):
+        return iter(self.elements)
+
+    @property
+    def shape(self):
+        return (len(self),)
+
+    def row(self):
+        return self.elements
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self._recorder.operate(name, (self, *arguments), options)
+
+    __torch_function__ = _torch_function
+
+    def __array_ufunc__(self, function, method, *arguments, **options):
+        return Traced.__array_ufunc__(self, function, method, *arguments, **options)
+
+    @property
+    def recorder(self):
+        return self._recorder
+
+
 class Indexed:
     """An array of which some axes have their index: None where an axis has none yet."""
 
@@ -65,10 +110,28 @@ class Indexed:
     def __getattr__(self, name):
         if name in ("shape", "dtype", "ndim", "device", "size", "dim"):
             return getattr(self._tensor, name)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self.row() is not None:
+            return lambda *arguments, **options: self._recorder.operate(name, (self, *arguments), options)
         raise UnsupportedError(
             f"`{name}` of an array has no equivalent in a mask or score function: index it first, or compute "
             "it before"
         )
+
+    __torch_function__ = _torch_function
+
+    def __len__(self):
+        return next(size for size, at in zip(self._tensor.shape, self._indices) if at is None)
+
+    def __iter__(self):
+        """The parts along the first axis without an index."""
+        return (self[at] for at in range(len(self)))
+
+    def row(self):
+        """The elements, where one axis is left and others have their indices; else None."""
+        is_row = sum(index is None for index in self._indices) == 1 and len(self._indices) > 1
+        return list(self) if is_row else None
 
     def whole(self):
         """The element of an array of one; None of others."""
@@ -112,6 +175,8 @@ class Traced:
         self.value = value
         # Whether it is an integer that is known not to be negative.
         self.is_natural = is_natural
+        # Whether it is a constant integer of more than 32 bits, written as a number.
+        self.is_wide = False
 
     def __repr__(self):
         return f"<{self.kind} of a mod>"
@@ -119,9 +184,7 @@ class Traced:
     def __hash__(self):
         return id(self)
 
-    @classmethod
-    def __torch_function__(cls, function, kinds, arguments=(), options=None):
-        return called(recorder_of(arguments, options or {}), function, arguments, options or {})
+    __torch_function__ = _torch_function
 
     def __array_ufunc__(self, function, method, *arguments, **options):
         if method != "__call__":
@@ -175,11 +238,13 @@ class Traced:
 
     @property
     def dtype(self):
-        torch = sys.modules["torch"]
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise AttributeError("dtype")
         return {"i32": torch.int32, "f32": torch.float32, "bool": torch.bool}[self.kind]
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("_") or name == "dtype":
             raise AttributeError(name)
         return lambda *arguments, **options: self.recorder.operate(name, (self, *arguments), options)
 
@@ -193,6 +258,8 @@ def _operator(name, swapped=False):
     def method(self, other=None):
         if other is None:
             return self.recorder.operate(name, (self,), {})
+        if isinstance(other, (Row, Indexed)) and other.row() is not None:
+            return self.recorder.operate(name, (other, self) if swapped else (self, other), {})
         if self.recorder.operand(other) is None:
             if hasattr(other, "shape"):
                 raise UnsupportedError(_whole(other))
@@ -202,30 +269,38 @@ def _operator(name, swapped=False):
     return method
 
 
-def _of_array(self, other):
-    """An operator of an array and something: a scalar where the array has one element."""
-    own = self.whole()
-    return self.refuse() if own is None else (own, other)
+def _of_array(self):
+    """What an operator takes of an array: a row, or a scalar where the array has one element."""
+    own = self if self.row() is not None else self.whole()
+    return self.refuse() if own is None else own
 
 
-def _array_operator(name):
-    return lambda self, other: self._recorder.operate(name, _of_array(self, other), {})
+def _array_operator(name, swapped=False):
+    def method(self, *others):
+        own = (_of_array(self), *others)
+        return self._recorder.operate(name, own[::-1] if swapped else own, {})
+
+    return method
 
 
 for _name in "add sub mul truediv floordiv mod pow lshift rshift and or xor matmul".split():
     setattr(Traced, f"__{_name}__", _operator(_name))
     setattr(Traced, f"__r{_name}__", _operator(_name, swapped=True))
-    setattr(Indexed, f"__{_name}__", _array_operator(_name))
+    for _of in (Row, Indexed):
+        setattr(_of, f"__{_name}__", _array_operator(_name))
+        setattr(_of, f"__r{_name}__", _array_operator(_name, swapped=True))
 for _name in "lt le gt ge eq ne neg abs invert pos".split():
     setattr(Traced, f"__{_name}__", _operator(_name))
+    for _of in (Row, Indexed):
+        setattr(_of, f"__{_name}__", _array_operator(_name))
 Traced.__pow__ = lambda self, other, modulus=None: self.recorder.operate("pow", (self, other), {})
 
 
 def recorder_of(arguments, options):
     """The recorder of the first recording scalar within arguments."""
     for one in [*arguments, *options.values()]:
-        if isinstance(one, (Traced, Indexed)):
-            return one.recorder if isinstance(one, Traced) else one._recorder
+        if isinstance(one, (Traced, Row, Indexed)):
+            return one._recorder if isinstance(one, Indexed) else one.recorder
         if isinstance(one, (list, tuple)):
             found = recorder_of(one, {})
             if found is not None:

@@ -1,10 +1,18 @@
 """The operations of recorded functions, by the names that Python, torch and numpy give them."""
 
-from ._core import UnsupportedError
-from ._traced import NeedsConstant, Traced, float_text
+from ._core import InputError, UnsupportedError
+from ._traced import Indexed, NeedsConstant, Row, Traced, float_text
 
 OPERATIONS = {}
+# Those that make one scalar of a row, or a row of scalars.
+OF_ROWS = {}
 SHOWN = set()
+# Those that take an integer of more than 32 bits as the number that it is.
+WIDE = set(
+    "lt le gt ge eq ne less less_equal greater greater_equal equal not_equal where masked_fill min max "
+    "minimum maximum clamp clip clamp_ clamp_min clamp_max full_like new_full new_tensor float double half "
+    "bfloat16 div truediv true_divide divide".split()
+)
 
 
 def _named(*names):
@@ -522,3 +530,118 @@ def _full_like(recorder, x, *values, fill_value=None, dtype=None, **_):
     value = values[-1] if fill_value is None else fill_value
     value = recorder.operand(value)
     return recorder.converted(value, value.kind if dtype is None else _kind_of(dtype))
+
+
+@_named("embedding")
+def _embedding(recorder, index, weight, padding_idx=None, max_norm=None, *_, **__):
+    if padding_idx is not None or max_norm is not None:
+        raise UnsupportedError("`embedding` without padding_idx and max_norm is computed: index its weight")
+    return Indexed(recorder, weight)[index]
+
+
+@_named("take")
+def _take(recorder, array, index):
+    if len(array.shape) != 1:
+        raise UnsupportedError("`take` of an array of one axis is computed in a mask or score function")
+    return Indexed(recorder, array)[index]
+
+
+_formula(1, "sin({0}) / cos({0})", "tan")
+_formula(1, "sigmoid({0})", "special_expit")
+_formula(1, "{0} / (1.0 + abs({0}))", "softsign")
+_formula(1, "{0} - tanh({0})", "tanhshrink")
+_formula(1, "{0} * tanh(max({0}, 0.0) + log(1.0 + exp(-abs({0}))))", "mish")
+_formula(
+    1,
+    "1.0507009873554805 * select(0.0 < {0}, {0}, 1.6732632423543772 * (exp({0}) - 1.0))",
+    "selu",
+)
+_formula(1, "0.5 * log((1.0 + {0}) / (1.0 - {0}))", "atanh", "arctanh")
+_formula(1, "log({0} + sqrt({0} * {0} - 1.0))", "acosh", "arccosh")
+_formula(1, "{0} * 0.017453292519943295", "deg2rad", "radians")
+_formula(1, "{0} * 57.29577951308232", "rad2deg", "degrees")
+
+
+@_named("addcdiv")
+def _addcdiv(recorder, x, a, b, value=1):
+    ratio = OPERATIONS["mul"](recorder, _div(recorder, a, b), recorder.operand(value))
+    return OPERATIONS["add"](recorder, x, ratio)
+
+
+@_named("isin")
+def _isin(recorder, x, among, *, invert=False):
+    found = recorder.operand(False)
+    for one in recorder.row(among) or ():
+        found = OPERATIONS["logical_or"](recorder, found, OPERATIONS["eq"](recorder, x, one))
+    return _invert(recorder, found) if invert else found
+
+
+def _reduction(name, start, *names):
+    """What an operation makes of all numbers of a row."""
+
+    def operation(recorder, row, dim=-1, *, axis=-1):
+        if isinstance(row, Traced):
+            return row if start != "truth" else recorder.converted(row, "bool")
+        elements = _row(recorder, names[0], row, dim, axis)
+        made = elements[0] if start is None else recorder.operate(start, (elements[0],), {})
+        for one in elements[1:]:
+            made = recorder.operate(name, (made, one), {})
+        return made
+
+    for one in names:
+        OF_ROWS[one] = operation
+    SHOWN.add(names[0])
+
+
+def _row(recorder, name, row, dim=-1, axis=-1):
+    elements = recorder.row(row)
+    if elements is None or {dim, axis} - {None, 0, -1, (0,), (-1,)}:
+        raise UnsupportedError(f"`{name}` in a mask or score function takes a row of numbers, as t[q] is")
+    return elements
+
+
+_reduction("add", "pos", "sum")
+_reduction("mul", "pos", "prod")
+_reduction("logical_or", "truth", "any")
+_reduction("logical_and", "truth", "all")
+_reduction("maximum", None, "amax")
+_reduction("minimum", None, "amin")
+
+
+OPERATIONS["truth"] = lambda recorder, x: recorder.converted(x, "bool")
+
+
+def _of_row(*names):
+    def keep(operation):
+        OF_ROWS.update(dict.fromkeys(names, operation))
+        SHOWN.add(names[0])
+        return operation
+
+    return keep
+
+
+@_of_row("dot", "matmul", "inner", "vdot")
+def _dot(recorder, a, b):
+    a, b = (_row(recorder, "dot", one) for one in (a, b))
+    if len(a) != len(b):
+        raise InputError(f"`dot` of rows of {len(a)} and {len(b)} numbers in a mask or score function")
+    return OF_ROWS["sum"](recorder, Row(recorder, [recorder.operate("mul", pair, {}) for pair in zip(a, b)]))
+
+
+@_of_row("mean")
+def _mean(recorder, row, dim=-1, *, axis=-1):
+    elements = _row(recorder, "mean", row, dim, axis)
+    return recorder.operate("div", (OF_ROWS["sum"](recorder, row), len(elements)), {})
+
+
+@_of_row("norm", "linalg_vector_norm", "linalg_norm")
+def _norm(recorder, row, p="fro", dim=-1, keepdim=False, out=None, dtype=None):
+    if keepdim or p not in ("fro", 2, None):
+        raise UnsupportedError("`norm` of order 2 without keepdim is computed in a mask or score function")
+    squares = [recorder.operate("mul", (one, one), {}) for one in _row(recorder, "norm", row, dim)]
+    return recorder.operate("sqrt", (OF_ROWS["sum"](recorder, Row(recorder, squares)),), {})
+
+
+@_of_row("stack")
+def _stack(recorder, tensors, dim=0):
+    return Row(recorder, _row(recorder, "stack", tensors, dim))

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _core
+from ._checks import check_integers
 from ._core import InputError, UnsupportedError
 from ._dropout import halves
 from ._modifications import Modifications
@@ -325,6 +326,8 @@ _READ = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int3
 
 
 def _as_read(x: Any) -> Any:
+    if not isinstance(x, jax.core.Tracer) and x.dtype.name == "int64" and x.size:
+        check_integers(x.min(), x.max())
     x = jnp.asarray(x)
     return x.astype(_READ.get(x.dtype.name, x.dtype))
 

@@ -203,3 +203,22 @@ def test_dropout_is_a_function_of_its_state(state):
     )
     for one, other in zip(found, expected):
         np.testing.assert_allclose(one, other, atol=5e-5)
+
+
+@pytest.mark.parametrize("called", [jnp.exp, jnp.abs, lambda s: jnp.where(s > 0, s, 0.0)])
+def test_functions_of_jax_are_refused_by_name(called):
+    q = jnp.ones((1, 8, 2, 16))
+    with pytest.raises(fa_attn.UnsupportedError, match="calls a function of jax.*numpy's functions"):
+        flash_attn_func(q, q, q, score_mod=lambda s, b, h, i, j: called(s))
+
+
+def test_rows_are_computed():
+    q = jnp.asarray(np.random.default_rng(5).normal(size=(1, 8, 2, 16)), jnp.float32)
+    points = q[0, :, 0, :3]
+
+    def distance(s, b, h, i, j):
+        return s - ((points[i] - points[j]) ** 2).sum() + points[i] @ points[j]
+
+    bias = -((points[:, None] - points[None]) ** 2).sum(-1) + points @ points.T
+    want = dot_product_attention(q, q, q, bias[None, None])
+    np.testing.assert_allclose(flash_attn_func(q, q, q, score_mod=distance), want, atol=2e-5)

@@ -41,6 +41,10 @@ FORGET = draw(BATCH, HEADS, LENGTH).cumsum(-1)
 NUMPY_SLOPES = SLOPES.numpy()
 SIGNED = torch.tensor([3, -2, 1, -5])
 EDGES = torch.tensor([3, 9, 9, 20, 31])
+PLACES = torch.stack([torch.arange(LENGTH) // 8, torch.arange(LENGTH) % 8], -1)
+POINTS, KEY_POINTS = draw(LENGTH, 3), draw(BATCH, 1, LENGTH, 3)
+AXES = torch.tensor([0.5, 1.0, 2.0])
+LEVELS = torch.nn.Embedding(32, HEADS)
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -108,6 +112,11 @@ def random_mask(seed):
     return mask
 
 
+def near_places(b, h, q, k):
+    x, y = PLACES[q]
+    return ((x - PLACES[k][0]).abs() <= 1) & ((y - PLACES[k][1]).abs() <= 2)
+
+
 class Holder:
     def __init__(self):
         self.start, self.length = DOCUMENT * 13, 40
@@ -152,6 +161,13 @@ MASKS = {
     "near": lambda b, h, q, k: (
         torch.isclose(q.float(), k.float(), atol=4.0) & torch.isfinite(BIAS[b, h, q, k])
     ),
+    "coordinates": near_places,
+    "rows": lambda b, h, q, k: (PLACES[q] >= PLACES[k]).all() | (PLACES[q] == PLACES[k]).any(-1),
+    "some of a row": lambda b, h, q, k: (POINTS[q] < POINTS[k]).sum() >= 2,
+    "one of these": lambda b, h, q, k: (
+        torch.isin(k, torch.tensor([0, 1, 5])) | torch.stack([q == k, k == 0]).any()
+    ),
+    "beyond 32 bits": lambda b, h, q, k: (q < 2**40) & (k > -(2**35)) & (q >= k),
     "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
 }
 
@@ -233,6 +249,33 @@ SCORES = {
         + torch.xlogy(s.abs(), s.abs() + 1)
         + torch.addcmul(s, SLOPES[h], SLOPES[b], value=2)
         + torch.nan_to_num(torch.frac(s))
+    ),
+    "dot of rows": lambda s, b, h, q, k: s + torch.dot(POINTS[q], KEY_POINTS[b, h // HEADS, k]) * 0.3,
+    "product of rows": lambda s, b, h, q, k: s + POINTS[q] @ POINTS[k],
+    "distance": lambda s, b, h, q, k: s - ((POINTS[q] - POINTS[k]) ** 2 * AXES).sum(-1),
+    "norms": lambda s, b, h, q, k: (
+        s
+        - torch.norm(POINTS[q] - POINTS[k])
+        - torch.linalg.norm(POINTS[q])
+        + (-POINTS[q]).max()
+        + (2 - POINTS[k]).prod()
+        + abs(POINTS[k]).mean()
+        + torch.stack([s, s * 0.5]).sum(0)
+    ),
+    "loop over a row": lambda s, b, h, q, k: s - sum((x - y).abs() for x, y in zip(POINTS[q], POINTS[k])),
+    "embedding": lambda s, b, h, q, k: s + LEVELS((q - k).abs() % 32)[h] + torch.take(FORGET[0, 0], k),
+    "yet more activations": lambda s, b, h, q, k: (
+        torch.nn.functional.softsign(s)
+        + torch.nn.functional.mish(s)
+        + torch.nn.functional.selu(s)
+        + torch.nn.functional.tanhshrink(s)
+        + torch.special.expit(s)
+        + torch.tan(s * 0.1)
+        + torch.atanh(torch.tanh(s) * 0.5)
+        + torch.acosh(s.abs() + 1.5)
+        + torch.deg2rad(s)
+        + torch.rad2deg(s) * 0.01
+        + torch.addcdiv(s, q, k + 1.0, value=0.3)
     ),
     "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
@@ -364,6 +407,11 @@ REFUSED = [
     (lambda b, h, q, k: torch.softmax(q, 0) > k, "`softmax` has no equivalent"),
     ("q <", "expected an expression, found the end"),
     ("s + 1", "mask_mod is no mask alone"),
+    (lambda b, h, q, k: (q * 2654435761 + k) % 7 < 4, "`mul` with 2654435761: integers .* have 32 bits"),
+    (lambda b, h, q, k: k + 2**31 > q, "`add` with 2147483648: integers .* have 32 bits"),
+    (lambda b, h, q, k: draw(4, 65)[h].sum() > 0, "a row of 65 numbers .* 1 to 64 are computed"),
+    (lambda b, h, q, k: (POINTS[q] + PLACES[k]).sum() > 0, "`add` of rows of 2 and 3 numbers"),
+    (lambda b, h, q, k: torch.nn.functional.embedding(q, BUCKETS, 0)[h] > 0, "without padding_idx"),
     (7, "mask_mod is a function, a text or a Program, not 7"),
 ]
 
@@ -373,6 +421,35 @@ def test_refusals_say_what_has_no_equivalent(number):
     function, message = REFUSED[number]
     with pytest.raises(ValueError, match=message):
         Program.of_mask(function)
+
+
+@pytest.mark.parametrize("numbers", [[0, 2**32], [-(2**31) - 1, 0]])
+def test_integers_that_are_read_have_32_bits(numbers):
+    # Of ids, those 2^32 apart would be one.
+    ids = torch.tensor(numbers).repeat_interleave(4)
+    q = draw(1, 8, 2, 16)
+    for x, own in ((q, ids), (q.numpy(), ids.numpy())):
+        with pytest.raises(fa_attn.InputError, match="holds .*, and integers there have 32 bits"):
+            fa_attn.flash_attn_func(x, x, x, mask_mod=lambda b, h, i, j: own[i] == own[j])
+    edge = torch.tensor([-(2**31), 2**31 - 1]).repeat_interleave(4)
+    out = fa_attn.flash_attn_func(q, q, q, mask_mod=lambda b, h, i, j: edge[i] == edge[j])
+    halves = [fa_attn.flash_attn_func(x, x, x) for x in q.split(4, 1)]
+    torch.testing.assert_close(out, torch.cat(halves, 1))
+
+
+def test_rows_have_gradients():
+    points, axes = draw(8, 3).requires_grad_(), draw(3).requires_grad_()
+    q, k, v = (draw(1, 2, 8, 16).requires_grad_() for _ in range(3))
+    out = fa_attn.flex_attention(
+        q, k, v, lambda s, b, h, i, j: s - ((points[i] - points[j]) ** 2 * axes).sum()
+    )
+    bias = -((points[:, None] - points[None]) ** 2 * axes).sum(-1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-4)
+    inputs, dout = (q, k, v, points, axes), draw(1, 2, 8, 16)
+    made = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout)
+    for x, y in zip(*made):
+        torch.testing.assert_close(x, y, atol=2e-4, rtol=1e-3)
 
 
 def test_texts_and_functions_are_one():
