@@ -55,6 +55,8 @@ def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
                 f"{name} = {short(x)}: what joins a cache without codes of 8 bits has no descale, leave it "
                 "out"
             )
+        if not face.codes.are_descales(x):
+            raise InputError(f"{name} = {short(x)}: a descale is a finite number of 0 or more")
         factors[name] = _form(face, name, x, k, batch, per_row=False)
         del tensors[name]
     heads_q, heads = q.shape[-2], k.shape[-2]

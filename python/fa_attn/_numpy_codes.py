@@ -56,6 +56,12 @@ def decoded(codes, descale, dtype):
     return values if dtype is None else values.astype(dtype)
 
 
+def are_descales(x):
+    """Whether all values are finite and not negative, as the extension module has it."""
+    x = _floats("descale", x)
+    return bool(((x >= 0) & (x < np.inf)).all())
+
+
 def scaled(x, descale, starts, group):
     """Queries, or a result, times a descale (heads_kv,) or (batch, heads_kv). `starts`: those of packed
     sequences, or None; `group`: query heads of a K/V head."""

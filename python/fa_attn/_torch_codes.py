@@ -6,7 +6,7 @@ import torch
 
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
-from ._torch_memory import FLOAT, check_tensor
+from ._torch_memory import FLOAT, PLAIN, check_tensor, is_compiling, is_recorded, is_transforming
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = torch.float16
@@ -44,6 +44,14 @@ def decoded(codes, descale, dtype):
         check_tensor("descale", descale)
         values = values * descale.to(FLOAT).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.to(dtype)
+
+
+def are_descales(x):
+    """Whether all values are finite and not negative, as the extension module has it; True where they are not
+    read, as on a GPU."""
+    if not x.is_cpu or is_compiling() or is_transforming() or is_recorded() or type(x) not in PLAIN:
+        return True
+    return bool(((x >= 0) & (x < float("inf"))).all())
 
 
 def scaled(x, descale, starts, group):

@@ -410,6 +410,20 @@ def test_descales_of_numbers_are_factors(library):
     near(fa_attn.flash_attn_func(as_array(library, q), k8, v8, **named), scaled)
 
 
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("held", ("codes", "numbers"))
+def test_descales_are_finite_and_not_negative(library, held):
+    # Of rows without keys an infinite factor would make NaN.
+    q, k = as_array(library, normal(2, 1, 2, 16)), normal(2, 5, 2, 16, seed=1)
+    k, _, _, asked = given(library, "e4m3", k) if held == "codes" else (as_array(library, k), None, None, {})
+    used = as_array(library, np.zeros(2, np.int32))
+    for name in ("k_descale", "v_descale"):
+        for value in (np.inf, np.nan, -1.0):
+            named = {**asked, name: as_array(library, np.array([1.0, value], np.float32))}
+            with pytest.raises(fa_attn.InputError, match=f"{name}.*a descale is a finite number of 0 or more"):
+                fa_attn.flash_attn_with_kvcache(q, k, k, cache_seqlens=used, **named)
+
+
 @needs_torch
 def test_transforms_see_codes_as_bytes():
     import torch
