@@ -139,11 +139,12 @@ class Options:
 
 
 class Gathered:
-    """K and V of all ranks, some heads at a time: the next while those before are used."""
+    """K and V (.., rows, heads, head_dim) of all ranks, some heads at a time: the next while those before are
+    used."""
 
     def __init__(self, k, v, group, layout, stages):
         self.k, self.v, self.group, self.layout = k, v, group, layout
-        self.world, heads = dist.get_world_size(group), k.shape[2]
+        self.world, heads = dist.get_world_size(group), k.shape[-2]
         if stages is None:
             stages = max(count for count in range(1, min(8, heads) + 1) if heads % count == 0)
         if not isinstance(stages, int) or stages < 1 or heads % stages:
@@ -159,13 +160,13 @@ class Gathered:
             for handle in work:
                 handle.wait()
             heads = slice(stage * self.size, (stage + 1) * self.size)
-            yield heads, *(torch.cat(in_order(part, 1, self.layout), 1) for part in parts)
+            yield heads, *(torch.cat(in_order(part, -3, self.layout), -3) for part in parts)
 
     def _start(self, stage):
         heads = slice(stage * self.size, (stage + 1) * self.size)
         work, all_parts = [], []
         for own in (self.k, self.v):
-            own = own[:, :, heads].contiguous()
+            own = own[..., heads, :].contiguous()
             parts = [torch.empty_like(own) for _ in range(self.world)]
             work.append(dist.all_gather(parts, own, group=self.group, async_op=True))
             all_parts.append(parts)
@@ -176,14 +177,93 @@ def summed(total, group, layout):
     """This rank's rows of the sum over ranks, in the order of the ranks, by float32."""
     world = dist.get_world_size(group)
     own = dealt(layout, world)
-    chunks = total.chunk(world * len(own[0]), 1)
-    sends = torch.stack([torch.cat([chunks[chunk] for chunk in of], 1) for of in own])
+    chunks = total.chunk(world * len(own[0]), -3)
+    sends = torch.stack([torch.cat([chunks[chunk] for chunk in of], -3) for of in own])
     parts = torch.empty_like(sends)
     dist.all_to_all_single(parts, sends, group=group)
     result = parts[0].clone()
     for part in parts[1:]:
         result += part
     return result
+
+
+class InParts(torch.autograd.Function):
+    """Parts of this rank's rows, each over some of the rows of all ranks. Gathers again in the backward:
+    nothing of other ranks is kept. `passes`: the functions of the forward and the backward; `parts`: for each
+    its rows, the rows that they see, the lengths that the functions take, and the mask."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, passes, parts, group, layout, stages, options):
+        ratio = q.shape[-2] // k.shape[-2]
+        *batch, rows_q, heads_q, _ = q.shape
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        lse = torch.empty(*batch, heads_q, rows_q, dtype=torch.float32, device=q.device)
+        for heads, keys, values in Gathered(k, v, group, layout, stages):
+            of = slice(heads.start * ratio, heads.stop * ratio)
+            for rows, seen, lengths, mask in parts:
+                part, part_lse, _ = passes[0](
+                    q[..., rows, of, :],
+                    keys[..., seen, :, :],
+                    values[..., seen, :, :],
+                    *lengths,
+                    return_attn_probs=True,
+                    **options.common,
+                    **options.of(of),
+                    **mask,
+                )
+                out[..., rows, of, :], lse[..., of, rows] = part, part_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given = (passes, parts, group, layout, stages, options)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        passes, parts, group, layout, stages, options = ctx.given
+        ratio = q.shape[-2] // k.shape[-2]
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
+        for heads, keys, values in Gathered(k, v, group, layout, stages):
+            of = slice(heads.start * ratio, heads.stop * ratio)
+            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
+            for rows, seen, lengths, mask in parts:
+                made = passes[1](
+                    dout[..., rows, of, :],
+                    q[..., rows, of, :],
+                    keys[..., seen, :, :],
+                    values[..., seen, :, :],
+                    out[..., rows, of, :],
+                    lse[..., of, rows].contiguous(),
+                    *lengths,
+                    **options.backward,
+                    **options.of(of),
+                    **mask,
+                )
+                dq[..., rows, of, :] = made[0]
+                for total, part in zip(sums, made[1:]):
+                    total[..., seen, :, :] += part
+                if dsinks is not None:
+                    dsinks[of] += made[3]
+            for to, total in zip((dk, dv), sums):
+                to[..., heads, :] = summed(total, group, layout)
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
+
+
+def stacked(function, axis):
+    """The forms of a function that take K and V, or Q, K and V, stacked along an axis."""
+
+    def kvpacked(q, kv, *args, **options):
+        return function(q, *kv.unbind(axis), *args, **options)
+
+    def qkvpacked(qkv, *args, **options):
+        return function(*qkv.unbind(axis), *args, **options)
+
+    for form in (kvpacked, qkvpacked):
+        form.__name__ = form.__qualname__ = f"{function.__name__.removesuffix('func')}{form.__name__}_func"
+        form.__doc__ = f"`{function.__name__}` of tensors that are stacked along axis {axis}."
+    return kvpacked, qkvpacked
 
 
 def check(dropout_p, **axes):

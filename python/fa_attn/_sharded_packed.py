@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._core import InputError, UnsupportedError
-from ._sharded import Gathered, Options, agree, check, chunk_length, dealt, place, summed
+from ._sharded import InParts, Options, agree, check, chunk_length, dealt, place, stacked
 from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
 
 
@@ -32,62 +32,7 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
     return accumulated(lengths_q), accumulated(lengths_k), *longest, local
 
 
-class _Packed(torch.autograd.Function):
-    """Parts of this rank's rows, each over some of the rows of all ranks."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, parts, stages, group, options):
-        ratio = q.shape[1] // k.shape[1]
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        for heads, keys, values in Gathered(k[None], v[None], group, "contiguous", stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            for rows, seen, *lengths in parts:
-                part, part_lse, _ = flash_attn_varlen_func(
-                    q[rows, of],
-                    keys[0, seen],
-                    values[0, seen],
-                    *lengths,
-                    return_attn_probs=True,
-                    **options.common,
-                    **options.of(of),
-                    **_mask(options),
-                )
-                out[rows, of], lse[of, rows] = part, part_lse
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = (parts, stages, group, options)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, _):
-        q, k, v, out, lse = ctx.saved_tensors
-        parts, stages, group, options = ctx.given
-        ratio = q.shape[1] // k.shape[1]
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for heads, keys, values in Gathered(k[None], v[None], group, "contiguous", stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
-            for rows, seen, *lengths in parts:
-                made = flash_attn_varlen_backward(
-                    dout[rows, of],
-                    q[rows, of],
-                    keys[0, seen],
-                    values[0, seen],
-                    out[rows, of],
-                    lse[of, rows].contiguous(),
-                    *lengths,
-                    **options.backward,
-                    **options.of(of),
-                    **_mask(options),
-                )
-                dq[rows, of] = made[0]
-                for total, part in zip(sums, made[1:]):
-                    total[0, seen] += part
-            for to, total in zip((dk, dv), sums):
-                to[:, heads] = summed(total, group, "contiguous")[0]
-        return dq, dk, dv, None, None, None, None
+_PASSES = (flash_attn_varlen_func, flash_attn_varlen_backward)
 
 
 def _mask(options):
@@ -136,8 +81,14 @@ def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
         owners = [homes[other] for other in range(chunk + 1 if causal else len(homes))]
         own, starts_q = rows([(0, at)])
         seen, starts_k = rows(owners)
-        parts.append((own, seen, starts_q, starts_k, longest, len(owners) * longest))
+        parts.append((own, seen, (starts_q, starts_k, longest, len(owners) * longest)))
     return parts
+
+
+def _computed(q, k, v, parts, group, stages, options):
+    # K and V are gathered as they lie, rank after rank: `parts` know where the rows of a sequence are.
+    parts = [(*part, _mask(options)) for part in parts]
+    return InParts.apply(q, k, v, None, _PASSES, parts, group, "contiguous", stages, options)
 
 
 def llama3_flash_attn_varlen_func(
@@ -169,19 +120,14 @@ def llama3_flash_attn_varlen_func(
     stages = k.shape[1] // heads_k_stride
     agree(group, q, k, v, stages, options)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    parts = [(slice(None), local_k_slice, *lengths)]
-    out, lse = _Packed.apply(q, k, v, parts, stages, group, options)
+    parts = [(slice(None), local_k_slice, lengths)]
+    out, lse = _computed(q, k, v, parts, group, stages, options)
     return (out, lse, None) if return_attn_probs else out
 
 
-def llama3_flash_attn_varlen_kvpacked_func(q, kv, *args, **options):
-    """`llama3_flash_attn_varlen_func` of K and V stacked along axis 1."""
-    return llama3_flash_attn_varlen_func(q, *kv.unbind(1), *args, **options)
-
-
-def llama3_flash_attn_varlen_qkvpacked_func(qkv, *args, **options):
-    """`llama3_flash_attn_varlen_func` of Q, K and V stacked along axis 1."""
-    return llama3_flash_attn_varlen_func(*qkv.unbind(1), *args, **options)
+llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = stacked(
+    llama3_flash_attn_varlen_func, 1
+)
 
 
 def _ring(layout, name):
@@ -211,20 +157,12 @@ def _ring(layout, name):
             )
         parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
         agree(group, q, k, v, layout, options, cu_seqlens.tolist())
-        out, lse = _Packed.apply(q, k, v, parts, None, group, options)
+        out, lse = _computed(q, k, v, parts, group, None, options)
         return (out, lse, None) if return_attn_probs else out
 
-    def kvpacked(q, kv, *args, **options):
-        return function(q, *kv.unbind(1), *args, **options)
-
-    def qkvpacked(qkv, *args, **options):
-        return function(*qkv.unbind(1), *args, **options)
-
     function.__doc__ = function.__doc__.replace("{layout}", layout)
-    for form, stacked in ((kvpacked, "kvpacked_"), (qkvpacked, "qkvpacked_"), (function, "")):
-        form.__name__ = form.__qualname__ = f"{name}_varlen_{stacked}func"
-        form.__doc__ = form.__doc__ or f"`{name}_varlen_func` of tensors that are stacked along axis 1."
-    return function, kvpacked, qkvpacked
+    function.__name__ = function.__qualname__ = f"{name}_varlen_func"
+    return function, *stacked(function, 1)
 
 
 (

@@ -32,7 +32,7 @@ from ._core import InputError, UnsupportedError
 from ._merging import merge
 from ._sharded import (
     LAYOUTS,
-    Gathered,
+    InParts,
     Options,
     agree,
     check,
@@ -42,7 +42,7 @@ from ._sharded import (
     place,
     positions,
     shard,
-    summed,
+    stacked,
     unshard,
 )
 from ._sharded_packed import (
@@ -88,77 +88,20 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
-def _rows(q, group, layout):
-    """(own rows, first and last row of the sequence) of each chunk of this rank, the longest keys first."""
+_PASSES = (flash_attn_func, flash_attn_backward)
+
+
+def _parts(q, group, layout, options):
+    """For each chunk of this rank its rows, the keys of all ranks that they see, no lengths, and the mask, the
+    longest first."""
     world, rank = place(group)
     own = dealt(layout, world)[rank]
     length = chunk_length(q.shape[1], len(own), layout)
-    spans = [
-        (slice(at * length, (at + 1) * length), chunk * length, (chunk + 1) * length)
-        for at, chunk in enumerate(own)
-    ]
-    return spans[::-1]
-
-
-class _Attention(torch.autograd.Function):
-    """Gathers again in the backward: nothing of other ranks is kept."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, group, layout, stages, options):
-        ratio = q.shape[2] // k.shape[2]
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        for heads, keys, values in Gathered(k, v, group, layout, stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            for rows, first, end in _rows(q, group, layout):
-                seen, mask = options.seen(first, end, keys.shape[1])
-                part, part_lse, _ = flash_attn_func(
-                    q[:, rows, of],
-                    keys[:, seen],
-                    values[:, seen],
-                    return_attn_probs=True,
-                    **options.common,
-                    **options.of(of),
-                    **mask,
-                )
-                out[:, rows, of], lse[:, of, rows] = part, part_lse
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = (group, layout, stages, options)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, _):
-        q, k, v, out, lse = ctx.saved_tensors
-        group, layout, stages, options = ctx.given
-        ratio = q.shape[2] // k.shape[2]
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        for heads, keys, values in Gathered(k, v, group, layout, stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
-            for rows, first, end in _rows(q, group, layout):
-                seen, mask = options.seen(first, end, keys.shape[1])
-                made = flash_attn_backward(
-                    dout[:, rows, of],
-                    q[:, rows, of],
-                    keys[:, seen],
-                    values[:, seen],
-                    out[:, rows, of],
-                    lse[:, of, rows].contiguous(),
-                    **options.backward,
-                    **options.of(of),
-                    **mask,
-                )
-                dq[:, rows, of] = made[0]
-                for total, part in zip(sums, made[1:]):
-                    total[:, seen] += part
-                if dsinks is not None:
-                    dsinks[of] += made[3]
-            for to, total in zip((dk, dv), sums):
-                to[:, :, heads] = summed(total, group, layout)
-        return dq, dk, dv, dsinks, None, None, None, None
+    parts = []
+    for at, chunk in reversed(list(enumerate(own))):
+        seen, mask = options.seen(chunk * length, (chunk + 1) * length, q.shape[1] * world)
+        parts.append((slice(at * length, (at + 1) * length), seen, (), mask))
+    return parts
 
 
 def attention(
@@ -195,7 +138,8 @@ def attention(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
     agree(group, q, k, v, layout, stages, options)
-    out, lse = _Attention.apply(q, k, v, sinks, group, layout, stages, options)
+    parts = _parts(q, group, layout, options)
+    out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, layout, stages, options)
     return (out, lse) if return_lse else out
 
 
@@ -350,26 +294,12 @@ def _ring(layout, name):
     return function
 
 
-def _packed(function, name, axis):
-    def packed(*tensors, **options):
-        *others, stacked = tensors[:axis]
-        return function(*others, *stacked.unbind(2), *tensors[axis:], **options)
-
-    packed.__name__ = packed.__qualname__ = name
-    packed.__doc__ = f"`{function.__name__}` of tensors that are stacked along axis 2."
-    return packed
-
-
 zigzag_ring_flash_attn_func = _ring("zigzag", "zigzag_ring_flash_attn_func")
 ring_flash_attn_func = _ring("contiguous", "ring_flash_attn_func")
-zigzag_ring_flash_attn_kvpacked_func = _packed(
-    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_kvpacked_func", 2
+zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = stacked(
+    zigzag_ring_flash_attn_func, 2
 )
-zigzag_ring_flash_attn_qkvpacked_func = _packed(
-    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_qkvpacked_func", 1
-)
-ring_flash_attn_kvpacked_func = _packed(ring_flash_attn_func, "ring_flash_attn_kvpacked_func", 2)
-ring_flash_attn_qkvpacked_func = _packed(ring_flash_attn_func, "ring_flash_attn_qkvpacked_func", 1)
+ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = stacked(ring_flash_attn_func, 2)
 
 
 class UlyssesAttention(torch.nn.Module):
