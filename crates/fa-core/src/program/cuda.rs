@@ -8,7 +8,7 @@ use std::fmt::Write;
 
 use super::affine::ScoreClass;
 use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
-use super::cuda_tiles::tile_state;
+use super::cuda_tiles::{reads_pairs, tile_state};
 use super::node::{Const, Node, NodeId};
 use super::types::{Element, Var};
 use super::whole::Program;
@@ -138,6 +138,7 @@ impl Printer<'_> {
         );
         let flags = [
             ("kMask", program.mask().is_some()),
+            ("kMaskReadsPairs", reads_pairs(program)),
             ("kScore", program.score().is_some()),
             ("kAdditive", matches!(class, Some(ScoreClass::Additive { .. }))),
             ("kAffine", matches!(class, Some(ScoreClass::Additive { .. } | ScoreClass::Affine { .. }))),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::cuda_names::{element, literal, scalar_of};
 use super::node::{Binary, Node, NodeId, Unary};
-use super::types::{Element, Type, Var};
+use super::types::{Deps, Element, Type, Var};
 use super::whole::Program;
 
 /// `tile_state`: the mask by ranges of values, in the order of its nodes.
@@ -18,15 +18,8 @@ pub(super) fn tile_state(program: &Program) -> String {
         text.push_str("        return {true, true};\n    }\n");
         return text;
     };
-    let mut needed = vec![false; mask.index() + 1];
-    needed[mask.index()] = true;
-    for index in (0..=mask.index()).rev() {
-        if needed[index] {
-            program.nodes()[index].operands().for_each(|x| needed[x.index()] = true);
-        }
-    }
-    for (index, _) in needed.into_iter().enumerate().filter(|(_, needed)| *needed) {
-        let id = NodeId(index as u16);
+    for id in needed(program, mask) {
+        let index = id.index();
         let ty = match program.ty(id) {
             Type::I32 => "IntSpan",
             Type::F32 => "FloatSpan",
@@ -37,6 +30,30 @@ pub(super) fn tile_state(program: &Program) -> String {
     let root = mask.index();
     let _ = writeln!(text, "        return {{r{root}.yes, !r{root}.no}};\n    }}");
     text
+}
+
+/// Whether the mask reads an array whose elements differ by query and key.
+pub(super) fn reads_pairs(program: &Program) -> bool {
+    program.mask().is_some_and(|mask| {
+        needed(program, mask).any(|id| {
+            let deps = program.deps(id);
+            matches!(program.nodes()[id.index()], Node::Load(..))
+                && deps.has(Deps::QUERY)
+                && deps.has(Deps::KEY)
+        })
+    })
+}
+
+/// The nodes that `root` is made of, in their order.
+fn needed(program: &Program, root: NodeId) -> impl Iterator<Item = NodeId> {
+    let mut needed = vec![false; root.index() + 1];
+    needed[root.index()] = true;
+    for index in (0..=root.index()).rev() {
+        if needed[index] {
+            program.nodes()[index].operands().for_each(|x| needed[x.index()] = true);
+        }
+    }
+    (0..needed.len()).filter(move |&index| needed[index]).map(|index| NodeId(index as u16))
 }
 
 fn span(program: &Program, id: NodeId) -> String {

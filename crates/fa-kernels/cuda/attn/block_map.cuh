@@ -22,8 +22,8 @@ struct MapRules {
     bool last_keys_first;  // the order in which tiles of keys add to dQ
 };
 
-// States of tiles until they are listed.
-constexpr u32 kTileSeen = 1u << 30, kTileFull = 1u << 31;
+// States of tiles until they are listed. Of an open one nothing is known yet.
+constexpr u32 kTileOpen = 1u << 29, kTileSeen = 1u << 30, kTileFull = 1u << 31;
 
 // The sum of `x` over this lane and those before it.
 __device__ __forceinline__ int warp_sum_before(int x, int lane) {
@@ -35,7 +35,24 @@ __device__ __forceinline__ int warp_sum_before(int x, int lane) {
     return x;
 }
 
-// The state of tile `n_block` for the queries [first, last] of query heads [head, head + heads), by a warp.
+// The state of the tile of queries [first, last] and keys [first_key, last_key] for the query heads
+// [head, head + heads), by ranges of values: kTileOpen where they prove neither. By one thread.
+template <class Params>
+__device__ __forceinline__ u32 proven_state(const Params& params, int queries, int keys, int batch, int head,
+                                            int heads, int first, int last, int first_key, int last_key) {
+    bool seen = false, full = true;
+#pragma unroll 1
+    for (int h = head; h < head + heads; ++h) {
+        const Mods mods(programs_of(params), batch, h, h / params.shape.group_size, queries, keys,
+                        keys - queries);
+        const TileState state = mods.tile_state(first, last, first_key, last_key);
+        seen = seen || state.visible;
+        full = full && state.full;
+    }
+    return !seen ? 0 : full ? kTileSeen | kTileFull : kTileOpen;
+}
+
+// The same by looking at each pair; by a warp.
 // Pairs outside of the band do not count.
 template <MapRules R, class Visible>
 __device__ __forceinline__ u32 tile_state(const ProgramParams& programs, const ShapeParams& shape,
@@ -83,15 +100,31 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
     const int warp = thread_index() / 32, warps = cta_threads() / 32, lane = lane_index();
     BlockRange band{0, 0, 0, 0};
     if (first <= last) band = key_blocks<R.tile_n>(visible, first, last);
+    // Ranges decide about most tiles, each in the time of a few pairs. An array with an element for each pair
+    // would be read twice.
 #pragma unroll 1
-    for (int n_block = warp; n_block < map.columns; n_block += warps) {
+    for (int n_block = thread_index(); n_block < map.columns; n_block += cta_threads()) {
         u32 state = 0;
         if (n_block >= band.begin && n_block < band.end) {
-            state = tile_state<R>(programs, params.shape, visible, batch, head, map.head_group, first, last,
-                                  n_block);
+            state = kTileOpen;
+            if constexpr (!Mods::kMaskReadsPairs) {
+                const int end = min((n_block + 1) * R.tile_n, seqlen.k());
+                state = proven_state(params, seqlen.q(), seqlen.k(), batch, head, map.head_group, first, last,
+                                     n_block * R.tile_n, end - 1);
+            }
         }
-        if (lane == 0) states[n_block] = state;
+        states[n_block] = state;
+    }
+    cta_sync();
+#pragma unroll 1
+    for (int n_block = warp; n_block < map.columns; n_block += warps) {
+        const bool open = states[n_block] == kTileOpen;
+        // All lanes have read the state before it is overwritten.
         warp_sync();
+        if (!open) continue;
+        const u32 state = tile_state<R>(programs, params.shape, visible, batch, head, map.head_group, first,
+                                        last, n_block);
+        if (lane == 0) states[n_block] = state;
     }
     cta_sync();
     if (warp > 0) return;
