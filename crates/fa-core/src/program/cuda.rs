@@ -7,6 +7,7 @@
 use std::fmt::Write;
 
 use super::affine::ScoreClass;
+use super::ahead::{Ahead, AheadForm};
 use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
 use super::cuda_tiles::{reads_pairs, tile_state};
 use super::node::{Const, Node, NodeId};
@@ -199,6 +200,9 @@ impl Printer<'_> {
             }
         }
         self.weights_by_bits();
+        if let Some(ahead) = program.ahead() {
+            self.ahead(ahead);
+        }
         self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
     }
@@ -321,7 +325,6 @@ impl Printer<'_> {
     }
 
     fn function(&mut self, name: &str, root: NodeId) {
-        let rate = self.rate(root);
         let ty = cuda_type(self.program.ty(root));
         let takes_score = !matches!(name, "mask" | "weight" | "gain" | "addend");
         let score = if takes_score { "float s, " } else { "" };
@@ -330,20 +333,77 @@ impl Printer<'_> {
             "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, \
              const Column& column) const {{"
         );
+        self.body(root, None);
+    }
+
+    /// The body of a function of a score, or of a pair, which returns `root`; `given` is a parameter.
+    fn body(&mut self, root: NodeId, given: Option<NodeId>) {
         let mut needed = vec![false; self.used.len()];
         needed[root.index()] = true;
-        self.close(&mut needed, Rate::Score);
-        self.close(&mut needed, Rate::Pair);
+        for index in (0..needed.len()).rev() {
+            let id = NodeId(index as u16);
+            if needed[index] && !self.rate(id).is_kept() && given != Some(id) {
+                self.node(id).operands().for_each(|x| needed[x.index()] = true);
+            }
+        }
         for (index, needed) in needed.into_iter().enumerate() {
             let id = NodeId(index as u16);
-            if needed && !self.rate(id).is_kept() && !self.is_inline(id) {
+            if needed && !self.rate(id).is_kept() && !self.is_inline(id) && given != Some(id) {
                 let expression = self.expression(id, Rate::Score);
                 let ty = cuda_type(self.program.ty(id));
                 let _ = writeln!(self.text, "        const {ty} n{index} = {expression};");
             }
         }
+        let rate = self.rate(root);
         let result = self.value(root, if rate.is_kept() { Rate::Score } else { rate });
         let _ = writeln!(self.text, "        return {result};\n    }}");
+    }
+
+    /// What reads the elements of a load before the scores are there, and the score by one of them.
+    fn ahead(&mut self, Ahead { load, form, bytes }: Ahead) {
+        let (Node::Load(array, _), Some(score)) = (self.node(load), self.program.score()) else { return };
+        let decl = &self.program.arrays()[usize::from(array)];
+        let (form, step) = match form {
+            AheadForm::Keys => ("Keys", 1),
+            AheadForm::Distances { by_query: true } => ("Distances", 1),
+            AheadForm::Distances { by_query: false } => ("Distances", -1),
+        };
+        let value = match decl.element {
+            Element::F16 => "unpack_low<Dtype::F16>(bits)",
+            Element::Bf16 => "unpack_low<Dtype::Bf16>(bits)",
+            Element::F32 | Element::I32 | Element::U8 | Element::Bool | Element::Bits => {
+                "float_of_bits(bits)"
+            }
+        };
+        let offsets: Vec<String> = self
+            .parts
+            .iter()
+            .filter(|part| part.load == load && part.rate != Rate::Column)
+            .map(|part| format!("{}o{}_{}", owner(part.rate), load.index(), suffix(part.rate)))
+            .collect();
+        let offset = if offsets.is_empty() { "0".to_owned() } else { offsets.join(" + ") };
+        let _ = write!(
+            self.text,
+            "\n    // What is read before the scores are there.\n    \
+             static constexpr AheadForm kAhead = AheadForm::{form};\n    \
+             static constexpr int kAheadBytes = {bytes}, kAheadAxis = {}, kAheadStep = {step};\n    \
+             __device__ __forceinline__ const ProgramArray& ahead_array() const {{ return \
+             params.arrays[{array}]; }}\n    \
+             __device__ __forceinline__ i64 ahead_offset(const Row& row) const {{ return {offset}; }}\n    \
+             __device__ __forceinline__ static float ahead_value(u32 bits) {{ return {value}; }}\n    \
+             __device__ __forceinline__ int ahead_index(const Row& row, const Column& column) const {{\n",
+            decl.rank - 1
+        );
+        if let Some(last) = self.node(load).operands().last() {
+            self.body(last, None);
+        }
+        let _ = writeln!(
+            self.text,
+            "    __device__ __forceinline__ float score(float s, const Row& row, const Column& column, float \
+             n{}) const {{",
+            load.index()
+        );
+        self.body(score, Some(load));
     }
 
     /// A node's value as code at `rate` names it.

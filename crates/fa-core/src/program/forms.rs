@@ -85,14 +85,24 @@ impl Program {
         if !deps.has(Deps::QUERY) && !deps.has(Deps::KEY) && !deps.has(Deps::SCORE) {
             return Axis::Tile;
         }
-        match self.slopes(index) {
+        match self.slopes(index, true) {
             Some((query, key)) if query == -key && query.abs() == 1 => Axis::Diagonal,
             Some(_) | None => Axis::Other,
         }
     }
 
-    /// The factors of `q` and `k` in an integer that is a line in both, clamped or not.
-    fn slopes(&self, node: NodeId) -> Option<(i64, i64)> {
+    /// Whether an integer rises with the query or with the key, if it is their distance plus something that is
+    /// one for a tile, not clamped.
+    pub(super) fn distance(&self, index: NodeId) -> Option<bool> {
+        match self.slopes(index, false)? {
+            (1, -1) => Some(true),
+            (-1, 1) => Some(false),
+            _ => None,
+        }
+    }
+
+    /// The factors of `q` and `k` in an integer that is a line in both; `clamped` ones too, or not.
+    fn slopes(&self, node: NodeId, clamped: bool) -> Option<(i64, i64)> {
         let deps = self.deps(node);
         if !deps.has(Deps::QUERY) && !deps.has(Deps::KEY) {
             return (!deps.has(Deps::SCORE)).then_some((0, 0));
@@ -100,28 +110,30 @@ impl Program {
         match self.nodes()[node.index()] {
             Node::Var(Var::Q) => Some((1, 0)),
             Node::Var(Var::K) => Some((0, 1)),
-            Node::Unary(Unary::Neg, x) => self.slopes(x).map(|(query, key)| (-query, -key)),
+            Node::Unary(Unary::Neg, x) => self.slopes(x, clamped).map(|(query, key)| (-query, -key)),
             Node::Binary(Binary::Add, a, b) => {
-                let (a, b) = (self.slopes(a)?, self.slopes(b)?);
+                let (a, b) = (self.slopes(a, clamped)?, self.slopes(b, clamped)?);
                 Some((a.0 + b.0, a.1 + b.1))
             }
             Node::Binary(Binary::Sub, a, b) => {
-                let (a, b) = (self.slopes(a)?, self.slopes(b)?);
+                let (a, b) = (self.slopes(a, clamped)?, self.slopes(b, clamped)?);
                 Some((a.0 - b.0, a.1 - b.1))
             }
             // A bound that is one for a tile; the index is the line between the bounds.
-            Node::Binary(Binary::Min | Binary::Max, a, b) => match (self.slopes(a)?, self.slopes(b)?) {
-                ((0, 0), line) | (line, (0, 0)) => Some(line),
-                _ => None,
-            },
+            Node::Binary(Binary::Min | Binary::Max, a, b) if clamped => {
+                match (self.slopes(a, clamped)?, self.slopes(b, clamped)?) {
+                    ((0, 0), line) | (line, (0, 0)) => Some(line),
+                    _ => None,
+                }
+            }
             Node::Binary(Binary::Mul, a, b) => {
                 let factor = |x: NodeId| {
                     let Node::Const(Const::I32(value)) = self.nodes()[x.index()] else { return None };
                     Some(i64::from(value))
                 };
                 let (line, by) = match (factor(a), factor(b)) {
-                    (Some(by), _) => (self.slopes(b)?, by),
-                    (_, Some(by)) => (self.slopes(a)?, by),
+                    (Some(by), _) => (self.slopes(b, clamped)?, by),
+                    (_, Some(by)) => (self.slopes(a, clamped)?, by),
                     (None, None) => return None,
                 };
                 Some((line.0.checked_mul(by)?, line.1.checked_mul(by)?))

@@ -24,6 +24,7 @@
 //! from the nodes with names of its own, and every load clamps its indices to its array.
 
 mod affine;
+mod ahead;
 mod cuda;
 mod cuda_names;
 mod cuda_tiles;
@@ -51,6 +52,7 @@ mod types;
 mod whole;
 
 pub use affine::ScoreClass;
+pub use ahead::{Ahead, AheadForm};
 pub use cuda::{HEADER, WEIGHTS};
 pub use derive::Gradient;
 pub use error::{ProgramError, ProgramProblem};

@@ -140,6 +140,7 @@ impl Program {
         let lengths = &problem.lengths;
         let mut extents = vec![1; decl.rank];
         let length = |index: NodeId| match self.nodes()[index.index()] {
+            _ if self.distance(index).is_some() => lengths.max_q() + lengths.max_k(),
             Node::Var(Var::B) => lengths.sequences(),
             Node::Var(Var::H) => problem.heads_q,
             Node::Var(Var::Hk) => problem.heads_kv,

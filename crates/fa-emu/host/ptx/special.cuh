@@ -21,4 +21,18 @@ EMU_INLINE int int_of_float(float x) {
     return x < -2147483648.f ? -2147483647 - 1 : static_cast<int>(x);
 }
 
+template <int Offset>
+EMU_INLINE u32 load_u16_here(const u8* from) {
+    return *reinterpret_cast<const u16*>(from + Offset);
+}
+template <int Offset>
+EMU_INLINE u32 load_u32_here(const u8* from) {
+    return *reinterpret_cast<const u32*>(from + Offset);
+}
+template <int Offset>
+EMU_INLINE void load_u32x2_here(const u8* from, u32& x, u32& y) {
+    x = load_u32_here<Offset>(from);
+    y = load_u32_here<Offset + 4>(from);
+}
+
 }  // namespace fa

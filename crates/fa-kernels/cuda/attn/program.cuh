@@ -9,6 +9,10 @@
 
 namespace fa {
 
+// How the elements lie that a score's program reads before the scores are there: in the order of keys, or in
+// that of distances of query and key.
+enum class AheadForm { None, Keys, Distances };
+
 template <int Axis>
 __device__ __forceinline__ int clamped(const ProgramArray& array, int index) {
     return max_of(min_of(index, array.extents[Axis] - 1), 0);

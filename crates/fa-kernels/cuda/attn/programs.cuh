@@ -2,9 +2,12 @@
 // them defines FA_PROGRAMS and includes the generated mods.cuh first, whose struct Mods is the program. All
 // other kernels have none.
 #pragma once
+#include "attn/program.cuh"
 #include "config.cuh"
 #include "program_params.cuh"
+#include "ptx/compiler.cuh"
 #include "ptx/math.cuh"
+#include "ptx/warp.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -48,6 +51,15 @@ constexpr bool weighs_by_bits() {
     return false;
 }
 
+// How the score's program reads an array before the scores are there.
+template <class M = Mods>
+constexpr AheadForm ahead_form() {
+    if constexpr (requires { M::kAhead; }) {
+        return M::kAhead;
+    }
+    return AheadForm::None;
+}
+
 // A launch's parameters, with those of its program behind them.
 template <class Params>
 struct WithPrograms : Params {
@@ -73,13 +85,27 @@ __device__ __forceinline__ const ArrayGradientParams& gradients_of(const Params&
 
 // Where a thread's part of a tile of S lies, or with Transposed of S^T. Register i holds row (i / 2) % 2 of
 // the thread's two rows, and column 8 * (i / 4) + i % 2 relative to its first (as in mask_scores). Indices
-// may lie beyond the sequence, where the results do not count.
-template <bool Transposed>
+// may lie beyond the sequence, where the results do not count. With Packed the rows are of several heads.
+template <bool Transposed, bool Packed = false>
 struct ScorePlace {
+    static constexpr bool kTransposed = Transposed, kPacked = Packed;
+
     int batch, queries, keys, offset;  // its sequence, the lengths of that, and what `off` is
     int group;                         // query heads of a K/V head
     int head[2], query[2];             // of the rows; with Transposed the first are those of the first column
     int key;                           // of the first column; with Transposed of the first row
+
+    // That of the registers from `columns` after the first on.
+    __device__ __forceinline__ ScorePlace after(int columns) const {
+        ScorePlace place = *this;
+        if constexpr (Transposed) {
+            place.query[0] += columns;
+            place.query[1] += columns;
+        } else {
+            place.key += columns;
+        }
+        return place;
+    }
 
     __device__ __forceinline__ Mods mods(const ProgramParams& params, int row) const {
         return Mods(params, batch, head[row], head[row] / group, queries, keys, offset);
@@ -110,17 +136,164 @@ struct ScorePlace {
     }
 };
 
+// The numbers from 0 to Count - 1, as a pack.
+template <int... I>
+struct Numbers {};
+template <int Count, int... I>
+struct NumbersTo : NumbersTo<Count - 1, Count - 1, I...> {};
+template <int... I>
+struct NumbersTo<0, I...> {
+    using Type = Numbers<I...>;
+};
+template <int Count>
+using Places = typename NumbersTo<Count>::Type;
+
+// The elements of the array that a program reads ahead, for N registers of a tile of S or S^T.
+template <class Place, int N, class M = Mods>
+struct Ahead {
+    // Neighbouring queries are not neighbours in memory, and the rows of several heads share no distances.
+    static constexpr bool kReads = (ahead_form<M>() == AheadForm::Keys && !Place::kTransposed) ||
+                                   (ahead_form<M>() == AheadForm::Distances && !Place::kPacked);
+    static constexpr bool kKeys = ahead_form<M>() == AheadForm::Keys;
+
+    static constexpr int words() {
+        if constexpr (!kReads) {
+            return 1;
+        } else if constexpr (kKeys) {
+            return N * M::kAheadBytes / 4;
+        } else {
+            return N / 2 + 2;
+        }
+    }
+    u32 words_of[words()];
+
+    __device__ __forceinline__ void read(const ProgramParams& params, const Place& place) {
+        if constexpr (kReads) {
+            const M first = place.mods(params, 0);
+            if constexpr (kKeys) {
+                const M second = place.mods(params, 1);
+                read_keys(place, first, second, first.row(place.query[0]), second.row(place.query[1]));
+            } else {
+                read_distances(place, first);
+            }
+        }
+    }
+
+    // The element of register `i`.
+    __device__ __forceinline__ float at(int i) const {
+        if constexpr (!kKeys) {
+            return M::ahead_value(words_of[2 * (i / 4 - i / 2 % 2 + 1) + i % 2]);
+        } else if constexpr (M::kAheadBytes == 2) {
+            return M::ahead_value(words_of[i / 2] >> (i % 2 * 16));
+        } else {
+            return M::ahead_value(words_of[i]);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ static u32 element(const ProgramArray& array, i64 offset) {
+        if constexpr (M::kAheadBytes == 2) {
+            return static_cast<const u16*>(array.data)[offset];
+        } else {
+            return static_cast<const u32*>(array.data)[offset];
+        }
+    }
+
+    template <int... I>
+    __device__ __forceinline__ void read_pairs(const u8* const (&rows)[2], Numbers<I...>) {
+        if constexpr (M::kAheadBytes == 2) {
+            ((words_of[I] = load_u32_here<I / 2 * 16>(rows[I % 2])), ...);
+        } else {
+            (load_u32x2_here<I / 2 * 32>(rows[I % 2], words_of[2 * I], words_of[2 * I + 1]), ...);
+        }
+    }
+    // From 8 places before `own` on, every other time the next and the seventh after it.
+    template <int Step, int... I>
+    __device__ __forceinline__ void read_line(const u8* own, Numbers<I...>) {
+        if constexpr (M::kAheadBytes == 2) {
+            ((words_of[I] = load_u16_here<Step * (8 * (I / 2) - 8 + I % 2)>(own)), ...);
+        } else {
+            ((words_of[I] = load_u32_here<Step * (8 * (I / 2) - 8 + I % 2)>(own)), ...);
+        }
+    }
+
+    // Two neighbours at a time, where they are neighbours in memory, begin on a multiple of two and are
+    // inside for all of the tile.
+    template <class Row>
+    __device__ __forceinline__ void read_keys(const Place& place, const M& first, const M& second,
+                                              const Row& row, const Row& other) {
+        constexpr int kAxis = M::kAheadAxis, kBytes = M::kAheadBytes;
+        const ProgramArray& array = first.ahead_array();
+        const i64 offsets[2] = {first.ahead_offset(row), second.ahead_offset(other)};
+        u64 odd = reinterpret_cast<u64>(array.data) / kBytes;
+#pragma unroll
+        for (int axis = 0; axis < kAxis; ++axis) odd |= array.strides[axis];
+        if (odd % 2 == 0 && array.strides[kAxis] == 1 && (place.key & ~7) <= array.extents[kAxis] - 2 * N) {
+            const u8* rows[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                rows[r] = static_cast<const u8*>(array.data) + (offsets[r] + place.key) * kBytes;
+            read_pairs(rows, Places<N / 2>());
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) {
+                u32 key = place.key + 8 * (i / 4);
+                // Few at a time, for want of registers.
+                opaque(key);
+                const i64 offset = offsets[i / 2 % 2];
+                const u32 low = element(array, offset + axis_offset<kAxis>(array, int(key)));
+                const u32 high = element(array, offset + axis_offset<kAxis>(array, int(key) + 1));
+                if constexpr (kBytes == 2) {
+                    words_of[i / 2] = low | high << 16;
+                } else {
+                    words_of[i] = low;
+                    words_of[i + 1] = high;
+                }
+            }
+        }
+    }
+
+    // Row + 8 and column + 8 have the distance of row and column: one element for both. They follow one
+    // another where the array's elements do and all of a warp's are inside.
+    __device__ __forceinline__ void read_distances(const Place& place, const M& mods) {
+        constexpr int kAxis = M::kAheadAxis, kBytes = M::kAheadBytes;
+        constexpr int kStep = Place::kTransposed ? M::kAheadStep : -M::kAheadStep;
+        constexpr int kLast = 2 * N - 7;
+        constexpr int kBelow = kStep > 0 ? 8 : kLast, kAbove = kStep > 0 ? kLast : 8;
+        const ProgramArray& array = mods.ahead_array();
+        const auto row = mods.row(place.query[0]);
+        const i64 offset = mods.ahead_offset(row);
+        const int index = mods.ahead_index(row, mods.column(place.key));
+        const bool inside = index >= kBelow && index < array.extents[kAxis] - kAbove;
+        if (array.strides[kAxis] == 1 && !warp_any(!inside)) {
+            const u8* own = static_cast<const u8*>(array.data) + (offset + index) * kBytes;
+            read_line<kStep * kBytes>(own, Places<words()>());
+        } else {
+#pragma unroll
+            for (int i = 0; i < words(); ++i) {
+                const int at = mods_add(index, kStep * (8 * (i / 2) - 8 + i % 2));
+                words_of[i] = element(array, offset + axis_offset<kAxis>(array, at));
+            }
+        }
+    }
+};
+
 // Changes and masks scores. A score program turns products into scores, as exponents of which a natural unit
 // has `unit`; those below the range of exponents hide their keys, as -inf does. `masks` where the program
 // hides keys of the tile.
-template <bool Transposed, int N, class Params>
-__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params,
-                                               const ScorePlace<Transposed>& place, float unit, bool masks) {
+template <int N, class Params, class Place>
+__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const Place& place,
+                                               const Ahead<Place, N>& ahead, float unit, bool masks) {
     const ProgramParams& programs = programs_of(params);
     if constexpr (kScoreProgram) {
         place.template for_each<N>(programs,
                                    [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                       s[i] = mods.score(s[i] * params.score.scale, row, column) * unit;
+                                       const float product = s[i] * params.score.scale;
+                                       if constexpr (Ahead<Place, N>::kReads) {
+                                           s[i] = mods.score(product, row, column, ahead.at(i)) * unit;
+                                       } else {
+                                           s[i] = mods.score(product, row, column) * unit;
+                                       }
                                    });
     }
     if constexpr (kMaskProgram) {
@@ -133,11 +306,38 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
     }
 }
 
+// The most registers up to 20 of which N are a multiple, by columns.
+template <int N>
+constexpr int part_of() {
+    int most = 4;
+    for (int part = 4; part <= 20; part += 4) most = N % part == 0 ? part : most;
+    return most;
+}
+
+// The same without anything read ahead: elements are read for a part of the registers at a time.
+template <int N, class Params, class Place>
+__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const Place& place,
+                                               float unit, bool masks) {
+    constexpr int kPart = Ahead<Place, N>::kReads ? part_of<N>() : N;
+#pragma unroll
+    for (int begin = 0; begin < N; begin += kPart) {
+        const Place own = place.after(2 * begin);
+        Ahead<Place, kPart> ahead;
+        ahead.read(programs_of(params), own);
+        float part[kPart];
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
+        apply_programs(part, params, own, ahead, unit, masks);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
+    }
+}
+
 // The same where weights are chosen by bits of the keys (dropout): 8 keys are read at a time. Tiles begin at
 // multiples of 8 keys.
-template <bool Transposed, int N>
+template <bool Transposed, bool Packed, int N>
 __device__ __forceinline__ void weigh_by_bits(float (&p)[N], const ProgramParams& programs,
-                                              const ScorePlace<Transposed>& place) {
+                                              const ScorePlace<Transposed, Packed>& place) {
     const int first = place.key & ~7, own = place.key & 7;
     const Mods mods = place.mods(programs, 0);
     if constexpr (Transposed) {
@@ -165,9 +365,8 @@ __device__ __forceinline__ void weigh_by_bits(float (&p)[N], const ProgramParams
 }
 
 // Multiplies normalised probabilities, or their gradients, by the program's weights.
-template <bool Transposed, int N, class Params>
-__device__ __forceinline__ void weigh(float (&p)[N], const Params& params,
-                                      const ScorePlace<Transposed>& place) {
+template <int N, class Params, class Place>
+__device__ __forceinline__ void weigh(float (&p)[N], const Params& params, const Place& place) {
     const ProgramParams& programs = programs_of(params);
     if constexpr (weighs_by_bits()) {
         weigh_by_bits(p, programs, place);
@@ -178,9 +377,9 @@ __device__ __forceinline__ void weigh(float (&p)[N], const Params& params,
 }
 
 // The slopes of the scores that are made of products.
-template <bool Transposed, int N, class Params>
+template <int N, class Params, class Place>
 __device__ __forceinline__ void slopes_of(float (&slopes)[N], const float (&s)[N], const Params& params,
-                                          const ScorePlace<Transposed>& place) {
+                                          const Place& place) {
     place.template for_each<N>(programs_of(params),
                                [&](int i, const auto& mods, const auto& row, const auto& column) {
                                    slopes[i] = mods.slope(s[i] * params.score.scale, row, column);

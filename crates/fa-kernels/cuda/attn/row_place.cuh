@@ -10,8 +10,9 @@ namespace fa {
 // Of rows `row` and `row` + 8 of a work tile and of the keys from `first_key` on. `head` is the tile's K/V
 // head with PackGqa, else its query head.
 template <bool PackGqa, bool Varied>
-__device__ __forceinline__ ScorePlace<false> row_place(const ShapeParams& shape, const Seqlen<Varied>& seqlen,
-                                                       int batch, int head, int row, int first_key) {
+__device__ __forceinline__ ScorePlace<false, PackGqa> row_place(const ShapeParams& shape,
+                                                                const Seqlen<Varied>& seqlen, int batch,
+                                                                int head, int row, int first_key) {
     const Rows<PackGqa> rows(shape);
     return {batch,
             seqlen.q(),

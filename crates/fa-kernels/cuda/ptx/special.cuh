@@ -70,4 +70,23 @@ __device__ __forceinline__ int int_of_float(float x) {
     return y;
 }
 
+// Loads from global memory, `Offset` bytes after `from`, that the compiler neither moves nor joins with
+// others.
+template <int Offset>
+__device__ __forceinline__ u32 load_u16_here(const u8* from) {
+    u16 x;
+    asm volatile("ld.global.u16 %0, [%1 + %2];" : "=h"(x) : "l"(from), "n"(Offset));
+    return x;
+}
+template <int Offset>
+__device__ __forceinline__ u32 load_u32_here(const u8* from) {
+    u32 x;
+    asm volatile("ld.global.u32 %0, [%1 + %2];" : "=r"(x) : "l"(from), "n"(Offset));
+    return x;
+}
+template <int Offset>
+__device__ __forceinline__ void load_u32x2_here(const u8* from, u32& x, u32& y) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(x), "=r"(y) : "l"(from), "n"(Offset));
+}
+
 }  // namespace fa

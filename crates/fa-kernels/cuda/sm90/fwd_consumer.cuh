@@ -251,6 +251,16 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         // Whether no score of the warp's rows has exceeded half the soft cap so far: see near_exponent().
         bool near = C.near_cap;
 
+        // What a program reads of the tile of keys at place `i`, issued before the wait for its products.
+        Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
+        auto read_ahead = [&](int i) {
+            if constexpr (kScoreProgram) {
+                ahead.read(programs_of(params),
+                           row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
+                                                 blocks.at(i) * C.tile_n + own_column));
+            }
+        };
+
         // Turns products into masked scores of the tile of keys at place `i`.
         auto modify = [&](int i) {
             int n_block = i;
@@ -260,7 +270,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (kMaskProgram || kScoreProgram) {
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                          n_block * C.tile_n + own_column);
-                apply_programs(s, params, place, kLog2e, !blocks.full(i));
+                apply_programs(s, params, place, ahead, kLog2e, !blocks.full(i));
             }
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
@@ -292,6 +302,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.sinks) {
                 if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
             }
+            read_ahead(n_block);
             wgmma::wait<0>();
             release_k();
             modify(n_block);
@@ -321,6 +332,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     smem.v_bars.wait_full(v_state);
                     issue_pv(accumulate);
                     signal_next();
+                    read_ahead(n_block);
                     wgmma::wait<1>();
                     release_k();
                     if constexpr (C.lazy_max) {
@@ -354,6 +366,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     wait_turn();
                     issue_s();
                     signal_next();
+                    read_ahead(n_block);
                     wgmma::wait<0>();
                     release_k();
                     release_v();

@@ -8,7 +8,7 @@ use super::paged::pages_of;
 use crate::sequences::{Ragged, Sequences};
 
 /// What it is, its text, and whether the causal mask joins it.
-const PROGRAMS: [(&str, &str, bool); 14] = [
+const PROGRAMS: [(&str, &str, bool); 17] = [
     (
         "rows",
         "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
@@ -27,6 +27,9 @@ const PROGRAMS: [(&str, &str, bool); 14] = [
     ("table", "array t: f32[_, _]; score = s + t[h, min(max(q - k, 0), 31)];", true),
     ("cap", "scalar c: f32; score = c * tanh(s / c);", true),
     ("gain", "array w: f32[_]; score = s * w[h] - 0.0625 * f32(abs(q + off - k));", false),
+    ("distances", "array t: f32[_, _]; score = s + t[h, q - k + sk];", true),
+    ("opposite distances", "array t: bf16[_]; mask = (q + k) % 7 != 0; score = 2.0 * s - t[k - q];", false),
+    ("wide bias", "array bias: f32[_, _, _]; score = s + tanh(bias[b, h, k]) + bias[b, q // 2, k];", false),
 ];
 
 fn score(text: &str) -> ScoreMod {

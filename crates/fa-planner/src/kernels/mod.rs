@@ -20,6 +20,7 @@ pub mod sm90_wide;
 
 pub use planned::unbound;
 
+use fa_core::program::AheadForm;
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{Division, MaskKind, Problem};
 
@@ -88,6 +89,12 @@ fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
     (64..tile_m as usize).step_by(64).any(|narrower| rows <= narrower)
 }
 
+/// Whether a program reads an element once for the pairs of one distance, which rows of one head have.
+fn shares_distances(problem: &Problem) -> bool {
+    let ahead = problem.score.program.and_then(|program| program.ahead());
+    ahead.is_some_and(|ahead| matches!(ahead.form, AheadForm::Distances { .. }))
+}
+
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
 /// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
 /// A packed tile holds whole groups: TMA loads a box of (group, queries), and rows behind it stay idle.
@@ -105,7 +112,7 @@ fn packings(problem: &Problem, tile_m: u32, division: Division) -> &'static [boo
         Some(false) => return &[false],
         None => {}
     }
-    if packed == 0 {
+    if packed == 0 || (shares_distances(problem) && problem.lengths.mean_q() >= tile_m as usize) {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]

@@ -91,6 +91,18 @@ const CODES: u32 = 4;
 /// 80 at head dim 128 fits with every mask, soft cap and sinks, and with keys divided (NB-077).
 const GATHER: u32 = 4;
 
+/// Registers of addresses beside what a program reads ahead.
+const ADDRESSES: u32 = 4;
+
+/// Registers of what a program reads before the scores are there.
+fn ahead(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
+    let Some(ahead) = spec.score.program.and_then(|program| program.ahead()) else { return 0 };
+    match ahead.registers(kernel.tile_n / 2, kernel.pack_gqa) {
+        0 => 0,
+        words => words + ADDRESSES,
+    }
+}
+
 /// Predicted registers of an MMA thread and their limit.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
@@ -105,7 +117,8 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let own = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     let alibi = if spec.score.alibi && kernel.num_wg == 3 { ALIBI } else { 0 };
     let codes = if spec.reads_codes() && kernel.num_wg == 3 { CODES } else { 0 };
-    let other = own + alibi + codes - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
+    let read = own + alibi + codes + ahead(spec, kernel);
+    let other = read - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
     Registers {
         s,
         p,
