@@ -41,7 +41,7 @@ impl Ahead {
 }
 
 impl Program {
-    /// The load that kernels make before the scores are there, if the score has one of these forms: the first.
+    /// The load that kernels make before the scores are there: the first of one of these forms.
     pub fn ahead(&self) -> Option<Ahead> {
         let score = self.score()?;
         let mut needed = vec![false; score.index() + 1];

@@ -91,8 +91,8 @@ impl Program {
         }
     }
 
-    /// Whether an integer rises with the query or with the key, if it is their distance plus something that is
-    /// one for a tile, not clamped.
+    /// Whether an integer rises with the query, else with the key, if it is their distance plus something
+    /// that is one for a tile, not clamped.
     pub(super) fn distance(&self, index: NodeId) -> Option<bool> {
         match self.slopes(index, false)? {
             (1, -1) => Some(true),
