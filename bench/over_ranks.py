@@ -5,7 +5,8 @@ off, as for `fa dist bench`.
     python bench/over_ranks.py --ranks 2                      # GPUs, NCCL
     python bench/over_ranks.py --ranks 2 --cpu --lengths 512  # gloo: shows that it runs, not rates
 
-A row has the milliseconds of a forward, and of a forward with a backward; the slowest rank counts.
+Outputs over ranks are compared with those of one GPU first. A row has the milliseconds of a forward, and of a
+forward with a backward; the slowest rank counts.
 """
 
 import argparse
@@ -56,8 +57,18 @@ def measured(forward, tensors, dout, device, runs, group_size):
     return one, seconds(both, device, runs, group_size)
 
 
+def check(own, whole, axis):
+    """Raises where a rank's rows are not those of one GPU."""
+    from fa_attn.distributed import shard
+
+    difference = (own.float() - shard(whole, axis).float()).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    if not difference.item() < 2e-2:
+        raise RuntimeError(f"differs from one GPU by {difference.item():.3g}")
+
+
 def ours(whole, mesh):
-    """(over ranks, on one GPU), each a context to be in, a function and its tensors."""
+    """(over ranks, on one GPU), each a context to be in, a function and its tensors, and the axis of rows."""
     from fa_attn import distributed, flash_attn_func
 
     local = [distributed.shard(x).detach().requires_grad_() for x in whole]
@@ -65,30 +76,32 @@ def ours(whole, mesh):
     return (
         (nullcontext(), lambda: distributed.attention(*local, causal=True), local),
         (nullcontext(), lambda: flash_attn_func(*alone, causal=True), alone),
-    )
+    ), 1
 
 
 def torchs(whole, mesh):
     """torch's, whose tensors are (batch, heads, rows, dim)."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn import functional
+
+    from fa_attn.distributed import shard
 
     turned = [x.transpose(1, 2).contiguous() for x in whole]
     # Its autograd takes as many heads of each.
     heads = turned[0].shape[1]
     alone = [x.repeat_interleave(heads // x.shape[1], 1).requires_grad_() for x in turned]
-    rows = turned[0].shape[2] // mesh.size()
-    local = [x[:, :, :rows].detach().clone().requires_grad_() for x in alone]
+    local = [shard(x.detach(), 2).requires_grad_() for x in alone]
     # It asks for one buffer, which it cuts.
     length = torch.zeros(turned[0].shape[2], device=turned[0].device)
     return (
         (
             context_parallel(mesh, buffers=[length], buffer_seq_dims=[0]),
-            lambda: scaled_dot_product_attention(*local, is_causal=True),
+            # Replaced within the context.
+            lambda: functional.scaled_dot_product_attention(*local, is_causal=True),
             local,
         ),
-        (nullcontext(), lambda: scaled_dot_product_attention(*alone, is_causal=True), alone),
-    )
+        (nullcontext(), lambda: functional.scaled_dot_product_attention(*alone, is_causal=True), alone),
+    ), 2
 
 
 def start(rank, args, path):
@@ -108,11 +121,14 @@ def start(rank, args, path):
             for name, make in (("fa", ours), ("torch", torchs)):
                 shape = f"{length} {heads_q}:{heads_kv}"
                 try:
-                    found = []
-                    for context, call, tensors in make(whole, mesh):
+                    found, outs = [], []
+                    contestants, axis = make(whole, mesh)
+                    for context, call, tensors in contestants:
                         with context:
+                            outs.append(call().detach())
                             dout = torch.randn_like(tensors[0])
                             found.append(measured(call, tensors, dout, device, args.runs, args.ranks))
+                    check(*outs, axis)
                 except RuntimeError as error:
                     if rank == 0:
                         print(f"{shape:<18} {name:<10} {str(error).splitlines()[0]}", flush=True)

@@ -222,22 +222,19 @@ class Replay:
     """So many steps in a graph that a replay takes LEAST."""
 
     def __init__(self, step):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run = step()
-            for _ in range(3):
+        run = step()
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+        self.count = max(1, min(200, round(LEAST * 5 / (time.perf_counter() - begin))))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            for _ in range(self.count):
                 run()
-            stream.synchronize()
-            begin = time.perf_counter()
-            for _ in range(5):
-                run()
-            stream.synchronize()
-            self.count = max(1, min(200, round(LEAST * 5 / (time.perf_counter() - begin))))
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream):
-                for _ in range(self.count):
-                    run()
         torch.cuda.synchronize()
 
     def seconds(self):
@@ -262,7 +259,6 @@ def forward(call):
 
 def backward(case, call):
     def step():
-        # On the stream of the graph: a backward runs where its forward ran.
         out = call()
         return lambda: torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=True)
 
@@ -344,6 +340,9 @@ def main():
     if GPU:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(compile_ours, all_rows))
+        torch.cuda.synchronize()
+        # Forwards, backwards and graphs are of one stream that can be captured.
+        torch.cuda.set_stream(torch.cuda.Stream())
         print(f"compiled after {time.time() - BEGIN:.0f} s", file=sys.stderr)
     measured, lines, ratios = [], [], {}
     for at, row in enumerate(all_rows):

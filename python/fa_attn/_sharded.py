@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -145,32 +148,33 @@ class Gathered:
     def __init__(self, k, v, group, layout, stages):
         self.k, self.v, self.group, self.layout = k, v, group, layout
         self.world, heads = dist.get_world_size(group), k.shape[-2]
-        if stages is None:
-            stages = max(count for count in range(1, min(8, heads) + 1) if heads % count == 0)
         if not isinstance(stages, int) or stages < 1 or heads % stages:
             raise InputError(f"stages is {stages}: it must divide the {heads} K/V heads")
-        self.size, self.stages = heads // stages, stages
+        size = heads // stages
+        self.stages = [slice(stage * size, (stage + 1) * size) for stage in range(stages)]
 
     def __iter__(self):
-        pending = self._start(0)
-        for stage in range(self.stages):
+        pending = self._start(self.stages[0])
+        for heads, following in itertools.zip_longest(self.stages, self.stages[1:]):
             work, parts = pending
-            if stage + 1 < self.stages:
-                pending = self._start(stage + 1)
-            for handle in work:
-                handle.wait()
-            heads = slice(stage * self.size, (stage + 1) * self.size)
-            yield heads, *(torch.cat(in_order(part, -3, self.layout), -3) for part in parts)
+            if following is not None:
+                pending = self._start(following)
+            work.wait()
+            yield heads, *self._whole(parts, heads.stop - heads.start)
 
-    def _start(self, stage):
-        heads = slice(stage * self.size, (stage + 1) * self.size)
-        work, all_parts = [], []
+    def _start(self, heads):
+        """Begins to gather K and V in one transfer: each has a latency of its own."""
+        own = torch.cat([x[..., heads, :].reshape(-1) for x in (self.k, self.v)])
+        parts = own.new_empty(self.world * len(own))
+        return dist.all_gather_into_tensor(parts, own, group=self.group, async_op=True), parts
+
+    def _whole(self, parts, heads):
+        """K and V of all ranks, in the order of the sequence."""
+        parts, end = parts.view(self.world, -1), 0
         for own in (self.k, self.v):
-            own = own[..., heads, :].contiguous()
-            parts = [torch.empty_like(own) for _ in range(self.world)]
-            work.append(dist.all_gather(parts, own, group=self.group, async_op=True))
-            all_parts.append(parts)
-        return work, all_parts
+            shape = (*own.shape[:-2], heads, own.shape[-1])
+            first, end = end, end + math.prod(shape)
+            yield torch.cat(in_order([x.view(shape) for x in parts[:, first:end]], -3, self.layout), -3)
 
 
 def summed(total, group, layout):

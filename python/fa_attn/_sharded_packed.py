@@ -157,7 +157,7 @@ def _ring(layout, name):
             )
         parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
         agree(group, q, k, v, layout, options, cu_seqlens.tolist())
-        out, lse = _computed(q, k, v, parts, group, None, options)
+        out, lse = _computed(q, k, v, parts, group, 1, options)
         return (out, lse, None) if return_attn_probs else out
 
     function.__doc__ = function.__doc__.replace("{layout}", layout)
