@@ -23,6 +23,7 @@ rank. A rank that is lost is torch's error: that of the group's timeout, or of i
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,7 @@ __all__ = [
     "ring_flash_attn_varlen_func",
     "ring_flash_attn_varlen_kvpacked_func",
     "ring_flash_attn_varlen_qkvpacked_func",
+    "set_rotate_method",
     "shard",
     "ulysses_attention",
     "unshard",
@@ -350,11 +352,45 @@ class UlyssesAttention(torch.nn.Module):
         )
 
 
+def _torch_options():
+    """What torch's own context_parallel is set to, where a program has imported it: (whether load is balanced,
+    the method by which keys rotate)."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._attention")
+    options = getattr(module, "_cp_options", None)
+    method = getattr(getattr(options, "rotate_method", None), "name", "ALL_GATHER")
+    return getattr(options, "enable_load_balance", True), method.replace("_", "").lower()
+
+
+def set_rotate_method(rotate_method):
+    """As torch's function: `allgather`, the only one, by which keys are gathered heads by heads."""
+    if rotate_method != "allgather":
+        raise UnsupportedError(
+            f"rotate_method is {rotate_method!r}: keys are gathered, heads by heads; use 'allgather', and "
+            "attention's `stages` where memory is short"
+        )
+
+
 @contextlib.contextmanager
-def context_parallel(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout="zigzag"):
+def context_parallel(
+    mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout=None, load_balance=None
+):
     """As `torch.distributed.tensor.experimental.context_parallel`: within it each of `buffers` holds this
     rank's rows along its axis of `buffer_seq_dims`, and `scaled_dot_product_attention` sees the keys of all
-    ranks. `mesh`: a device mesh of one axis, or a process group."""
+    ranks. `mesh`: a device mesh of one axis, or a process group. `load_balance`: whether rows are dealt
+    zigzag, or else contiguous, as `layout` says by name; without either, what torch's own
+    `_cp_options.enable_load_balance` is, True unless a program has set it."""
+    if not isinstance(load_balance, (bool, type(None))):
+        raise InputError(f"load_balance is {load_balance!r}: it must be True, False or None")
+    if layout is not None and load_balance is not None:
+        raise InputError(f"layout is {layout!r} and load_balance {load_balance}: give one of them")
+    is_balanced, method = _torch_options()
+    set_rotate_method(method)
+    if layout is None:
+        layout = "zigzag" if (is_balanced if load_balance is None else load_balance) else "contiguous"
+    if getattr(mesh, "ndim", 1) != 1:
+        raise InputError(
+            f"mesh has {mesh.ndim} axes: give the one along which sequences are split, as mesh['cp']"
+        )
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     buffers, dims = list(buffers or []), list(buffer_seq_dims or [])
     if len(buffers) != len(dims):

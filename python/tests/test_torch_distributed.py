@@ -283,6 +283,75 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
 
 
 @ranks(2)
+def test_context_parallel_deals_as_torch_is_told_to():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import _attention as torchs
+
+    rows = torch.arange(8.0).view(1, 1, 8, 1)
+
+    def dealt(mesh=None, **options):
+        own = rows.clone()
+        with distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[2], **options):
+            return own.flatten().tolist()
+
+    zigzag, contiguous = ([0, 1, 6, 7], [2, 3, 4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7])
+    rank = dist.get_rank()
+    assert dealt() == dealt(load_balance=True) == dealt(layout="zigzag") == zigzag[rank]
+    assert dealt(load_balance=False) == dealt(layout="contiguous") == contiguous[rank]
+    torchs._cp_options.enable_load_balance = False
+    assert dealt() == contiguous[rank] and dealt(load_balance=True) == zigzag[rank]
+    torchs.set_rotate_method("alltoall")
+    with pytest.raises(fa_attn.UnsupportedError, match="rotate_method is 'alltoall': keys are gathered"):
+        dealt()
+    distributed.set_rotate_method("allgather")
+    torchs.set_rotate_method("allgather")
+    torchs._cp_options.enable_load_balance = True
+    with pytest.raises(fa_attn.InputError, match="give one of them"):
+        dealt(layout="zigzag", load_balance=True)
+    with pytest.raises(fa_attn.InputError, match="load_balance is 1"):
+        dealt(load_balance=1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    assert dealt(mesh["cp"]) == zigzag[rank]
+    with pytest.raises(fa_attn.InputError, match=r"mesh has 2 axes: give the one .* mesh\['cp'\]"):
+        dealt(mesh)
+
+
+@ranks(2)
+def test_ranks_forget_the_same_calls():
+    from fa_attn import _sharded
+
+    compared = []
+    gathered = _sharded.of_all
+
+    def counting(tensor, group, world):
+        compared.append(len(calls))
+        return gathered(tensor, group, world)
+
+    # As on a GPU, where a comparison is made once.
+    _sharded.of_all, _sharded._is_slow, _sharded._MOST_CALLS = counting, lambda device: True, 3
+    group, calls = dist.new_group([0, 1]), []
+    x = torch.zeros(1)
+    for name in "abcabcdaabcd":
+        calls.append(name)
+        _sharded.agree(group, x, name)
+    # Of a, b, c the call d drops a, which then drops b; hits count as uses.
+    assert compared == [1, 2, 3, 7, 8, 10, 11, 12], compared
+    every = gathered(torch.tensor(compared), None, 2)
+    assert torch.equal(*every)
+    assert len(_sharded._agreed[group]) == 3
+    _sharded.agree(None, x, "a")
+    assert compared[-1] == 12 and len(_sharded._agreed[dist.group.WORLD]) == 1
+    # What differs behind the part of a text that is shown is found, too.
+    long = list(range(400))
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        _sharded.agree(group, x, [*long, dist.get_rank()])
+    assert len(_sharded._agreed[group]) == 3
+    for step in range(50):
+        _sharded.agree(group, x, [*long, step])
+    assert len(_sharded._agreed[group]) == 3
+
+
+@ranks(2)
 def test_what_is_not_computed_is_refused_by_name():
     q = k = v = torch.zeros(1, 8, 2, 8)
     slopes = torch.zeros(2)
