@@ -8,7 +8,7 @@ NCCL on GPUs, gloo on CPUs.
   merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
-- `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, those of packed sequences
+- `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
   (`zigzag_ring_flash_attn_varlen_func`, `llama3_flash_attn_varlen_func`) and their relatives: the names and
   arguments of ring-flash-attention. `UlyssesAttention`: those of yunchang.
 - `context_parallel`: as `torch.distributed.tensor.experimental.context_parallel`.
@@ -80,6 +80,9 @@ __all__ = [
     "ring_flash_attn_varlen_qkvpacked_func",
     "set_rotate_method",
     "shard",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
     "ulysses_attention",
     "unshard",
     "zigzag_ring_flash_attn_func",
@@ -302,6 +305,86 @@ zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = st
     zigzag_ring_flash_attn_func, 2
 )
 ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = stacked(ring_flash_attn_func, 2)
+
+
+def _dealt_anew(x, group, back):
+    """Rows of (batch, rows, ..) that are striped, rank r with r, r + world, .., dealt zigzag, or back."""
+    world, rank = place(group)
+    owned = dealt("zigzag", world)
+    batch, rows, *rest = x.shape
+    piece = rows // (2 * world)
+    if back:
+        # Of each of this rank's chunks every world-th row belongs to one rank.
+        sends = x.reshape(batch, 2, piece, world, *rest).movedim(3, 0).contiguous()
+    else:
+        # Of every chunk this rank has some rows.
+        chunks = x.reshape(batch, 2 * world, piece, *rest)
+        sends = torch.stack([chunks[:, own] for own in owned])
+    parts = torch.empty_like(sends)
+    dist.all_to_all_single(parts, sends, group=group)
+    if not back:
+        return parts.movedim(0, 3).reshape(x.shape)
+    order = [chunk for own in owned for chunk in own]
+    chunks = parts.transpose(0, 1).reshape(batch, 2 * world, piece, *rest)
+    return chunks[:, [order.index(chunk) for chunk in range(2 * world)]].reshape(x.shape)
+
+
+class _DealtAnew(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, back):
+        ctx.given = (group, back)
+        return _dealt_anew(x, group, back)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        group, back = ctx.given
+        return _DealtAnew.apply(gradient, group, not back), None, None
+
+
+def stripe_flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    group=None,
+):
+    """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows, dealt
+    in stripes: rank r has rows r, r + world, .. of the sequence. An exchange deals them zigzag, and another
+    one gives the results back: `zigzag_ring_flash_attn_func` needs neither."""
+    if not causal:
+        raise UnsupportedError(
+            "stripe_flash_attn_func without causal: stripes balance a causal mask, use ring_flash_attn_func"
+        )
+    check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
+    world, _ = place(group)
+    chunk_length(q.shape[1], 2 * world, "striped")
+    agree(group, q, k, v, "stripes")
+    q, k, v = (_DealtAnew.apply(x, group, False) for x in (q, k, v))
+    out, lse = attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_size=window_size,
+        deterministic=deterministic,
+        alibi_slopes=alibi_slopes,
+        group=group,
+        return_lse=True,
+    )
+    out = _DealtAnew.apply(out, group, True)
+    if not return_attn_probs:
+        return out
+    return out, _dealt_anew(lse.transpose(1, 2), group, True).transpose(1, 2).contiguous(), None
+
+
+stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = stacked(stripe_flash_attn_func, 2)
 
 
 class UlyssesAttention(torch.nn.Module):

@@ -122,6 +122,32 @@ def test_four_ranks_and_their_drop_ins():
 
 
 @ranks(4)
+def test_stripes_are_dealt_anew():
+    whole, world, rank = tensors(64, heads=(8, 4)), dist.get_world_size(), dist.get_rank()
+
+    def own(x, axis=1):
+        return x.movedim(axis, 0)[rank::world].movedim(0, axis).contiguous()
+
+    for options in (dict(), dict(window_size=(9, 0)), dict(alibi_slopes=torch.linspace(0.1, 0.8, 8))):
+        want = alone(*whole, causal=True, **options)
+        q, k, v = (own(x).requires_grad_() for x in whole[:3])
+        out, lse, _ = distributed.stripe_flash_attn_func(
+            q, k, v, causal=True, return_attn_probs=True, **options
+        )
+        out.backward(own(whole[3]))
+        near([out, q.grad, k.grad, v.grad], [own(x) for x in want])
+        exact = fa_attn.flash_attn_func(*whole[:3], causal=True, return_attn_probs=True, **options)[1]
+        torch.testing.assert_close(lse, own(exact, 2), rtol=1e-4, atol=2e-5)
+    kv = torch.stack([k, v], 2).detach()
+    packed = distributed.stripe_flash_attn_kvpacked_func(q, kv, causal=True)
+    assert torch.equal(packed, distributed.stripe_flash_attn_func(q, k, v, causal=True))
+    with pytest.raises(fa_attn.UnsupportedError, match="without causal: stripes"):
+        distributed.stripe_flash_attn_func(q, k, v)
+    with pytest.raises(fa_attn.InputError, match="12 rows, which 8 chunks"):
+        distributed.stripe_flash_attn_func(q[:, :12], k[:, :12], v[:, :12], causal=True)
+
+
+@ranks(4)
 def test_ulysses_shares_few_key_heads():
     whole = tensors(32, heads=(8, 2))
     found = over_ranks(distributed.ulysses_attention, whole, "contiguous", causal=True)
