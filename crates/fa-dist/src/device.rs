@@ -117,8 +117,8 @@ impl DeviceAttention {
     }
 
     /// Enqueues the backward on `stream`: gradients of the rank's queries, keys and values, and that of the
-    /// sinks over what this rank computes, to be added up over ranks as those of weights are. Every rank calls
-    /// it, in the same order.
+    /// sinks over what this rank computes, to be added up over ranks as those of weights are. Every rank
+    /// calls it, in the same order.
     ///
     /// # Errors
     /// As [`DeviceAttention::forward`]; [`Error::Refused`] where no backward was prepared.

@@ -454,8 +454,8 @@ impl<X: HostTransport> HostAttention<X> {
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
     /// The gradient of the sinks (`[heads_q]`) goes to `dsinks` when asked for: over what this rank computes,
-    /// its rows or its heads, so that the whole is the sum over ranks, as for weights. Every rank calls it, in
-    /// the same order.
+    /// its rows or its heads, so that the whole is the sum over ranks, as for weights. Every rank calls it,
+    /// in the same order.
     ///
     /// # Errors
     /// As [`HostAttention::forward`].

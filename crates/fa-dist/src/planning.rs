@@ -11,8 +11,8 @@ use crate::shard::Layout;
 const MAX_SIMULATED: usize = 64;
 
 impl ShardPlan {
-    /// The plan of `problem`, which is the whole one, for `world` ranks, with as many stages as the cost model
-    /// chooses for a training step on GPUs with NVLink ([`cost::staged`] chooses for other machines).
+    /// The plan of `problem`, which is the whole one, for `world` ranks, with as many stages as the cost
+    /// model chooses for a training step on GPUs with NVLink ([`cost::staged`] chooses for other machines).
     ///
     /// # Errors
     /// [`Error::Problem`], [`Error::Ranks`], and [`Error::Refused`] for what the scheme does not compute.
