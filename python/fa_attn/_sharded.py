@@ -288,8 +288,8 @@ def check(dropout_p, **axes):
             )
 
 
-# The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the GPU, and
-# is made once. All ranks make the same calls, so that they forget the same ones: none compares alone.
+# The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the GPU,
+# and is made once. All ranks make the same calls, so that they forget the same ones: none compares alone.
 _agreed = weakref.WeakKeyDictionary()
 
 # Calls of a group that are remembered: lengths of packed batches may differ at each step.

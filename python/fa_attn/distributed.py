@@ -207,6 +207,8 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
                 f"{name} of ulysses_attention: a rank has some of the heads, leave it out, or use one GPU; "
                 f"options are {', '.join(_BY_HEADS)}, alibi_slopes and sinks"
             )
+    # First of all: an error of one rank alone would leave the others waiting.
+    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -218,7 +220,6 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
     of_heads = Options(None, True, (-1, -1), 0.0, False, alibi_slopes, sinks)
     of_heads.check_shapes(q.shape[0], heads_q)
     own = slice(rank * heads_q // world, (rank + 1) * heads_q // world)
-    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
     q, k, v = (_ordered(_Exchange.apply(x, group, True), world, layout) for x in (q, k, v))
@@ -362,9 +363,9 @@ def stripe_flash_attn_func(
             "stripe_flash_attn_func without causal: stripes balance a causal mask, use ring_flash_attn_func"
         )
     check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
+    agree(group, q, k, v, "stripes")
     world, _ = place(group)
     chunk_length(q.shape[1], 2 * world, "striped")
-    agree(group, q, k, v, "stripes")
     q, k, v = (_DealtAnew.apply(x, group, False) for x in (q, k, v))
     out, lse = attention(
         q,
@@ -436,8 +437,8 @@ class UlyssesAttention(torch.nn.Module):
 
 
 def _torch_options():
-    """What torch's own context_parallel is set to, where a program has imported it: (whether load is balanced,
-    the method by which keys rotate)."""
+    """(Whether torch's own context_parallel balances load, the method by which it rotates keys), where a
+    program has imported it."""
     module = sys.modules.get("torch.distributed.tensor.experimental._attention")
     options = getattr(module, "_cp_options", None)
     method = getattr(getattr(options, "rotate_method", None), "name", "ALL_GATHER")

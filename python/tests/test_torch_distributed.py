@@ -1,5 +1,6 @@
 """Ranks that are processes, over gloo, beside one process: outputs, gradients, and the drop-ins."""
 
+import datetime
 import functools
 import itertools
 import multiprocessing
@@ -236,10 +237,59 @@ def test_ranks_that_disagree_say_so():
         said = f"rank {1 - rank} of the group calls with \\(1, {20 - rows},"
         with pytest.raises(fa_attn.InputError, match=said):
             call(q, k, v)
+    # A rank more rows than the ranks divide: the other one is told, too, and does not wait.
+    q, k, v = (torch.zeros(1, 8 + rank, 2, 8) for _ in range(3))
+    calls = [distributed.attention, distributed.ulysses_attention, distributed.zigzag_ring_flash_attn_func]
+    calls.append(functools.partial(distributed.stripe_flash_attn_func, causal=True))
+    for call in calls:
+        with pytest.raises(fa_attn.InputError, match=f"rank {1 - rank} of the group calls with"):
+            call(q, k, v)
+    starts = torch.tensor([0, 8 + rank], dtype=torch.int32)
+    with pytest.raises(fa_attn.InputError, match=f"rank {1 - rank} of the group calls with"):
+        distributed.zigzag_ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8 + rank)
     same = torch.zeros(1, 8, 2, 8)
     with pytest.raises(fa_attn.InputError, match="the same options"):
         distributed.attention(same, same, same, causal=rank == 0)
     assert distributed.attention(same, same, same).shape == same.shape
+
+
+@ranks(2)
+def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
+    class Stops(Exception):
+        pass
+
+    transfers = {name: getattr(dist, name) for name in ("all_gather", "all_to_all_single")}
+
+    def train(group, left):
+        def counted(transfer):
+            def call(*args, **options):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Stops
+                return transfer(*args, **options)
+
+            return call
+
+        for name, transfer in transfers.items():
+            setattr(dist, name, counted(transfer))
+        try:
+            for call in (distributed.attention, distributed.ulysses_attention):
+                own = [torch.ones(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+                call(*own, group=group).sum().backward()
+        finally:
+            for name, transfer in transfers.items():
+                setattr(dist, name, transfer)
+
+    everything = [1000]
+    train(dist.new_group([0, 1]), everything)
+    stages, rank = 1000 - everything[0], dist.get_rank()
+    assert stages > 15
+    for stage in range(0, stages, 3):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        with pytest.raises(Stops if rank else RuntimeError, match=None if rank else "[Tt]imed out"):
+            train(group, [stage if rank else 1000])
+        dist.barrier()
+    train(None, [1000])
 
 
 @ranks(2)
