@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
+import weakref
+from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
@@ -288,8 +291,20 @@ def check(dropout_p, **axes):
             )
 
 
-# What ranks have agreed on, on GPUs: there a comparison waits for the GPU, and is made once.
-_agreed = set()
+# The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the GPU,
+# and is made once. All ranks make the same calls, so that they forget the same ones: none compares alone.
+_agreed = weakref.WeakKeyDictionary()
+
+# Calls of a group that are remembered: lengths of packed batches may differ at each step.
+_MOST_CALLS = 256
+
+# Bytes of a call's text that an error shows, and of the digest of all of it.
+_TEXT, _DIGEST = 480, 32
+
+
+def _is_slow(device):
+    """Whether reading what another rank says waits for a GPU."""
+    return device.type == "cuda"
 
 
 def agree(group, *given):
@@ -300,24 +315,24 @@ def agree(group, *given):
     world, rank = place(group)
     shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
     text, device = ", ".join(shown), given[0].device
-    key = (group, text)
-    if key in _agreed:
-        return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    own = torch.zeros(_TEXT, dtype=torch.uint8)
-    letters = text.encode()[:_TEXT]
-    own[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8)
+    digest, is_slow = hashlib.sha256(text.encode()).digest(), _is_slow(device)
+    known = _agreed.setdefault(dist.group.WORLD if group is None else group, OrderedDict())
+    if is_slow and digest in known:
+        known.move_to_end(digest)
+        return
+    cut = text.encode()[:_TEXT]
+    own = torch.tensor(list(cut.ljust(_TEXT, b"\0") + digest), dtype=torch.uint8)
     for other, theirs in enumerate(of_all(own.to(device), group, world)):
-        theirs = bytes(theirs.tolist()).rstrip(b"\0").decode()
-        if theirs != text[:_TEXT]:
+        theirs = bytes(theirs.tolist())
+        if theirs[_TEXT:] != digest:
+            theirs = theirs[:_TEXT].rstrip(b"\0").decode(errors="ignore")
             raise InputError(
                 f"rank {other} of the group calls with {theirs}, and this rank, {rank}, with {text}: all "
                 "ranks have tensors of one shape and the same options (pad what the ranks do not divide)"
             )
-    if device.type == "cuda":
-        _agreed.add(key)
-
-
-# Bytes of a call's text.
-_TEXT = 512
+    if is_slow:
+        known[digest] = None
+        if len(known) > _MOST_CALLS:
+            known.popitem(last=False)

@@ -155,8 +155,8 @@ def _ring(layout, name):
             raise InputError(
                 f"q has {q.shape[0]} rows, k {k.shape[0]} and v {v.shape[0]}: a rank has as many of each"
             )
-        parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
         agree(group, q, k, v, layout, options, cu_seqlens.tolist())
+        parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
         out, lse = _computed(q, k, v, parts, group, 1, options)
         return (out, lse, None) if return_attn_probs else out
 

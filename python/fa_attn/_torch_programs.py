@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from ._checks import check_integers
-from ._core import InputError, UnsupportedError
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
@@ -30,6 +30,7 @@ from ._torch_memory import (
 )
 from ._torch_passes import run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
+from ._torch_sharded_programs import over_ranks
 
 # The most arrays and scalars of a program.
 _MOST = 8
@@ -206,6 +207,9 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
             "a mask or a change of scores of one's own within torch.func or forward-mode derivatives: call "
             "it outside, gradients are by backward() and torch.autograd.grad"
         )
+    extras = NO_EXTRAS if extras is None else extras
+    if hasattr(q, "placements"):
+        return over_ranks(attention_with, mods, q, k, v, options, extras, division)
     arrays = []
     for name, x in zip(("k", "v", *mods.names), (k, v, *mods.arrays)):
         if not isinstance(x, torch.Tensor):
@@ -213,14 +217,14 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
             x = torch.from_numpy(x).to(q.device)
         check_tensor(name, x)
         if hasattr(x, "placements"):
-            raise UnsupportedError(
-                f"{name} is a DTensor: with a mask or a change of scores of one's own give local tensors"
+            raise InputTypeError(
+                f"{name} is a DTensor and q is none: give all of a call's tensors as DTensors, by "
+                "distribute_tensor"
             )
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
         # The state of dropout is no array of a program.
         arrays.append(x if name == BITS else _as_read(x))
-    extras = NO_EXTRAS if extras is None else extras
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
     splits, packs = division or (None, None)
@@ -270,6 +274,8 @@ def narrow(x):
 
 def packed_bits(mask):
     """A mask's bits along the last axis, in words of 32, the lowest first."""
+    if hasattr(mask, "placements"):
+        mask = mask.full_tensor()
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
     mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))

@@ -11,7 +11,7 @@ import torch
 from ._core import InputTypeError, UnsupportedError
 from ._options import DESCALES
 
-_HEADS, _BATCH, _WHOLE = "heads", "batch", "whole"
+HEADS, BATCH, WHOLE = "heads", "batch", "whole"
 
 # What the operators' tensors are, by their names in the schemas.
 _ROWS = ("q", "k", "v", "out", "dout", "k_cache", "v_cache")
@@ -58,9 +58,9 @@ def _register(operator):
         found = expand(schema)
         tensors = dict(zip(names, schema.args_schema))
         given = [name for name in names if hasattr(tensors.get(name), "strategies")]
-        placed = {name: tensors[name].strategies[0].output_spec for name in given}
+        given_specs = {name: tensors[name].strategies[0].output_spec for name in given}
         found.strategies = [
-            each for each in found.strategies if _is_right(placed, dict(zip(given, each.input_specs)))
+            each for each in found.strategies if _is_right(given_specs, dict(zip(given, each.input_specs)))
         ]
         return found
 
@@ -69,11 +69,11 @@ def _register(operator):
 
 def _ways(given):
     """In which ways a call can be divided over one axis of a mesh."""
-    ways = [_WHOLE, _HEADS]
+    ways = [WHOLE, HEADS]
     is_packed = any(given.get(name) is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_new"))
     # Sequences append to pages of one cache.
     if not is_packed and not ("k_cache" in given and given["page_table"] is not None):
-        ways.append(_BATCH)
+        ways.append(BATCH)
     return ways
 
 
@@ -87,24 +87,24 @@ def _sharding(operator, given, way):
     for name in _OUTPUTS[operator]:
         like = "q" if name in ("out", "rotated") else name
         count = {"lse": axes - 1, "dsinks": 1}.get(name) or len(given[like].shape)
-        outputs.append(_placed(like, count, way if has.get(name, True) else _WHOLE, is_paged))
+        outputs.append(placed(like, count, way if has.get(name, True) else WHOLE, is_paged))
     inputs = [
-        _placed(name, len(value.shape), way, is_paged) if hasattr(value, "placements") else None
+        placed(name, len(value.shape), way, is_paged) if hasattr(value, "placements") else None
         for name, value in given.items()
     ]
     return outputs, inputs
 
 
-def _placed(name, axes, way, is_paged):
+def placed(name, axes, way, is_paged):
     """The placement of a tensor over one axis of a mesh."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    if way == _HEADS:
+    if way == HEADS:
         if name in _ROWS or name in ("lse", "dlse"):
             return Shard(axes - 2)
         if name in ("alibi_slopes", "sinks", "dsinks", *DESCALES):
             return Shard(axes - 1)
-    if way == _BATCH:
+    if way == BATCH:
         if name == "dsinks":
             return Partial()
         has_batch = name in _ROWS or name in ("lse", "dlse") or name in _PER_SEQUENCE

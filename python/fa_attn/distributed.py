@@ -8,7 +8,7 @@ NCCL on GPUs, gloo on CPUs.
   merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
-- `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, those of packed sequences
+- `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
   (`zigzag_ring_flash_attn_varlen_func`, `llama3_flash_attn_varlen_func`) and their relatives: the names and
   arguments of ring-flash-attention. `UlyssesAttention`: those of yunchang.
 - `context_parallel`: as `torch.distributed.tensor.experimental.context_parallel`.
@@ -23,6 +23,7 @@ rank. A rank that is lost is torch's error: that of the group's timeout, or of i
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,11 @@ __all__ = [
     "ring_flash_attn_varlen_func",
     "ring_flash_attn_varlen_kvpacked_func",
     "ring_flash_attn_varlen_qkvpacked_func",
+    "set_rotate_method",
     "shard",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
     "ulysses_attention",
     "unshard",
     "zigzag_ring_flash_attn_func",
@@ -203,6 +208,8 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
                 f"{name} of ulysses_attention: a rank has some of the heads, leave it out, or use one GPU; "
                 f"options are {', '.join(_BY_HEADS)}, alibi_slopes and sinks"
             )
+    # First of all: an error of one rank alone would leave the others waiting.
+    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -214,7 +221,6 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
     of_heads = Options(None, True, (-1, -1), 0.0, False, alibi_slopes, sinks)
     of_heads.check_shapes(q.shape[0], heads_q)
     own = slice(rank * heads_q // world, (rank + 1) * heads_q // world)
-    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
     q, k, v = (_ordered(_Exchange.apply(x, group, True), world, layout) for x in (q, k, v))
@@ -303,6 +309,86 @@ zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = st
 ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = stacked(ring_flash_attn_func, 2)
 
 
+def _dealt_anew(x, group, back):
+    """Rows of (batch, rows, ..) that are striped, rank r with r, r + world, .., dealt zigzag, or back."""
+    world, rank = place(group)
+    owned = dealt("zigzag", world)
+    batch, rows, *rest = x.shape
+    piece = rows // (2 * world)
+    if back:
+        # Of each of this rank's chunks every world-th row belongs to one rank.
+        sends = x.reshape(batch, 2, piece, world, *rest).movedim(3, 0).contiguous()
+    else:
+        # Of every chunk this rank has some rows.
+        chunks = x.reshape(batch, 2 * world, piece, *rest)
+        sends = torch.stack([chunks[:, own] for own in owned])
+    parts = torch.empty_like(sends)
+    dist.all_to_all_single(parts, sends, group=group)
+    if not back:
+        return parts.movedim(0, 3).reshape(x.shape)
+    order = [chunk for own in owned for chunk in own]
+    chunks = parts.transpose(0, 1).reshape(batch, 2 * world, piece, *rest)
+    return chunks[:, [order.index(chunk) for chunk in range(2 * world)]].reshape(x.shape)
+
+
+class _DealtAnew(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, back):
+        ctx.given = (group, back)
+        return _dealt_anew(x, group, back)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        group, back = ctx.given
+        return _DealtAnew.apply(gradient, group, not back), None, None
+
+
+def stripe_flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    group=None,
+):
+    """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows, dealt
+    in stripes: rank r has rows r, r + world, .. of the sequence. An exchange deals them zigzag, and another
+    one gives the results back: `zigzag_ring_flash_attn_func` needs neither."""
+    if not causal:
+        raise UnsupportedError(
+            "stripe_flash_attn_func without causal: stripes balance a causal mask, use ring_flash_attn_func"
+        )
+    check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
+    agree(group, q, k, v, "stripes")
+    world, _ = place(group)
+    chunk_length(q.shape[1], 2 * world, "striped")
+    q, k, v = (_DealtAnew.apply(x, group, False) for x in (q, k, v))
+    out, lse = attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_size=window_size,
+        deterministic=deterministic,
+        alibi_slopes=alibi_slopes,
+        group=group,
+        return_lse=True,
+    )
+    out = _DealtAnew.apply(out, group, True)
+    if not return_attn_probs:
+        return out
+    return out, _dealt_anew(lse.transpose(1, 2), group, True).transpose(1, 2).contiguous(), None
+
+
+stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = stacked(stripe_flash_attn_func, 2)
+
+
 class UlyssesAttention(torch.nn.Module):
     """yunchang's module (DeepSpeed's DistributedAttention): q, k and v (batch, rows, heads, head_dim) are
     this rank's rows, dealt contiguously."""
@@ -351,11 +437,45 @@ class UlyssesAttention(torch.nn.Module):
         )
 
 
+def _torch_options():
+    """(Whether torch's own context_parallel balances load, the method by which it rotates keys), where a
+    program has imported it."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._attention")
+    options = getattr(module, "_cp_options", None)
+    method = getattr(getattr(options, "rotate_method", None), "name", "ALL_GATHER")
+    return getattr(options, "enable_load_balance", True), method.replace("_", "").lower()
+
+
+def set_rotate_method(rotate_method):
+    """As torch's function: `allgather`, the only one, by which keys are gathered heads by heads."""
+    if rotate_method != "allgather":
+        raise UnsupportedError(
+            f"rotate_method is {rotate_method!r}: keys are gathered, heads by heads; use 'allgather', and "
+            "attention's `stages` where memory is short"
+        )
+
+
 @contextlib.contextmanager
-def context_parallel(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout="zigzag"):
+def context_parallel(
+    mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout=None, load_balance=None
+):
     """As `torch.distributed.tensor.experimental.context_parallel`: within it each of `buffers` holds this
     rank's rows along its axis of `buffer_seq_dims`, and `scaled_dot_product_attention` sees the keys of all
-    ranks. `mesh`: a device mesh of one axis, or a process group."""
+    ranks. `mesh`: a device mesh of one axis, or a process group. `load_balance`: whether rows are dealt
+    zigzag, or else contiguous, as `layout` says by name; without either, what torch's own
+    `_cp_options.enable_load_balance` is, True unless a program has set it."""
+    if not isinstance(load_balance, (bool, type(None))):
+        raise InputError(f"load_balance is {load_balance!r}: it must be True, False or None")
+    if layout is not None and load_balance is not None:
+        raise InputError(f"layout is {layout!r} and load_balance {load_balance}: give one of them")
+    is_balanced, method = _torch_options()
+    set_rotate_method(method)
+    if layout is None:
+        layout = "zigzag" if (is_balanced if load_balance is None else load_balance) else "contiguous"
+    if getattr(mesh, "ndim", 1) != 1:
+        raise InputError(
+            f"mesh has {mesh.ndim} axes: give the one along which sequences are split, as mesh['cp']"
+        )
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     buffers, dims = list(buffers or []), list(buffer_seq_dims or [])
     if len(buffers) != len(dims):

@@ -1,5 +1,6 @@
 """Ranks that are processes, over gloo, beside one process: outputs, gradients, and the drop-ins."""
 
+import datetime
 import functools
 import itertools
 import multiprocessing
@@ -122,6 +123,32 @@ def test_four_ranks_and_their_drop_ins():
 
 
 @ranks(4)
+def test_stripes_are_dealt_anew():
+    whole, world, rank = tensors(64, heads=(8, 4)), dist.get_world_size(), dist.get_rank()
+
+    def own(x, axis=1):
+        return x.movedim(axis, 0)[rank::world].movedim(0, axis).contiguous()
+
+    for options in (dict(), dict(window_size=(9, 0)), dict(alibi_slopes=torch.linspace(0.1, 0.8, 8))):
+        want = alone(*whole, causal=True, **options)
+        q, k, v = (own(x).requires_grad_() for x in whole[:3])
+        out, lse, _ = distributed.stripe_flash_attn_func(
+            q, k, v, causal=True, return_attn_probs=True, **options
+        )
+        out.backward(own(whole[3]))
+        near([out, q.grad, k.grad, v.grad], [own(x) for x in want])
+        exact = fa_attn.flash_attn_func(*whole[:3], causal=True, return_attn_probs=True, **options)[1]
+        torch.testing.assert_close(lse, own(exact, 2), rtol=1e-4, atol=2e-5)
+    kv = torch.stack([k, v], 2).detach()
+    packed = distributed.stripe_flash_attn_kvpacked_func(q, kv, causal=True)
+    assert torch.equal(packed, distributed.stripe_flash_attn_func(q, k, v, causal=True))
+    with pytest.raises(fa_attn.UnsupportedError, match="without causal: stripes"):
+        distributed.stripe_flash_attn_func(q, k, v)
+    with pytest.raises(fa_attn.InputError, match="12 rows, which 8 chunks"):
+        distributed.stripe_flash_attn_func(q[:, :12], k[:, :12], v[:, :12], causal=True)
+
+
+@ranks(4)
 def test_ulysses_shares_few_key_heads():
     whole = tensors(32, heads=(8, 2))
     found = over_ranks(distributed.ulysses_attention, whole, "contiguous", causal=True)
@@ -210,10 +237,59 @@ def test_ranks_that_disagree_say_so():
         said = f"rank {1 - rank} of the group calls with \\(1, {20 - rows},"
         with pytest.raises(fa_attn.InputError, match=said):
             call(q, k, v)
+    # A rank more rows than the ranks divide: the other one is told, too, and does not wait.
+    q, k, v = (torch.zeros(1, 8 + rank, 2, 8) for _ in range(3))
+    calls = [distributed.attention, distributed.ulysses_attention, distributed.zigzag_ring_flash_attn_func]
+    calls.append(functools.partial(distributed.stripe_flash_attn_func, causal=True))
+    for call in calls:
+        with pytest.raises(fa_attn.InputError, match=f"rank {1 - rank} of the group calls with"):
+            call(q, k, v)
+    starts = torch.tensor([0, 8 + rank], dtype=torch.int32)
+    with pytest.raises(fa_attn.InputError, match=f"rank {1 - rank} of the group calls with"):
+        distributed.zigzag_ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8 + rank)
     same = torch.zeros(1, 8, 2, 8)
     with pytest.raises(fa_attn.InputError, match="the same options"):
         distributed.attention(same, same, same, causal=rank == 0)
     assert distributed.attention(same, same, same).shape == same.shape
+
+
+@ranks(2)
+def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
+    class Stops(Exception):
+        pass
+
+    transfers = {name: getattr(dist, name) for name in ("all_gather", "all_to_all_single")}
+
+    def train(group, left):
+        def counted(transfer):
+            def call(*args, **options):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Stops
+                return transfer(*args, **options)
+
+            return call
+
+        for name, transfer in transfers.items():
+            setattr(dist, name, counted(transfer))
+        try:
+            for call in (distributed.attention, distributed.ulysses_attention):
+                own = [torch.ones(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+                call(*own, group=group).sum().backward()
+        finally:
+            for name, transfer in transfers.items():
+                setattr(dist, name, transfer)
+
+    everything = [1000]
+    train(dist.new_group([0, 1]), everything)
+    stages, rank = 1000 - everything[0], dist.get_rank()
+    assert stages > 15
+    for stage in range(0, stages, 3):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        with pytest.raises(Stops if rank else RuntimeError, match=None if rank else "[Tt]imed out"):
+            train(group, [stage if rank else 1000])
+        dist.barrier()
+    train(None, [1000])
 
 
 @ranks(2)
@@ -280,6 +356,75 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
             with distributed.context_parallel(None, buffers=[buffers[0], odd], buffer_seq_dims=dims):
                 pass
         assert torch.equal(buffers[0], q) and torch.equal(odd, k[..., :15])
+
+
+@ranks(2)
+def test_context_parallel_deals_as_torch_is_told_to():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import _attention as torchs
+
+    rows = torch.arange(8.0).view(1, 1, 8, 1)
+
+    def dealt(mesh=None, **options):
+        own = rows.clone()
+        with distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[2], **options):
+            return own.flatten().tolist()
+
+    zigzag, contiguous = ([0, 1, 6, 7], [2, 3, 4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7])
+    rank = dist.get_rank()
+    assert dealt() == dealt(load_balance=True) == dealt(layout="zigzag") == zigzag[rank]
+    assert dealt(load_balance=False) == dealt(layout="contiguous") == contiguous[rank]
+    torchs._cp_options.enable_load_balance = False
+    assert dealt() == contiguous[rank] and dealt(load_balance=True) == zigzag[rank]
+    torchs.set_rotate_method("alltoall")
+    with pytest.raises(fa_attn.UnsupportedError, match="rotate_method is 'alltoall': keys are gathered"):
+        dealt()
+    distributed.set_rotate_method("allgather")
+    torchs.set_rotate_method("allgather")
+    torchs._cp_options.enable_load_balance = True
+    with pytest.raises(fa_attn.InputError, match="give one of them"):
+        dealt(layout="zigzag", load_balance=True)
+    with pytest.raises(fa_attn.InputError, match="load_balance is 1"):
+        dealt(load_balance=1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    assert dealt(mesh["cp"]) == zigzag[rank]
+    with pytest.raises(fa_attn.InputError, match=r"mesh has 2 axes: give the one .* mesh\['cp'\]"):
+        dealt(mesh)
+
+
+@ranks(2)
+def test_ranks_forget_the_same_calls():
+    from fa_attn import _sharded
+
+    compared = []
+    gathered = _sharded.of_all
+
+    def counting(tensor, group, world):
+        compared.append(len(calls))
+        return gathered(tensor, group, world)
+
+    # As on a GPU, where a comparison is made once.
+    _sharded.of_all, _sharded._is_slow, _sharded._MOST_CALLS = counting, lambda device: True, 3
+    group, calls = dist.new_group([0, 1]), []
+    x = torch.zeros(1)
+    for name in "abcabcdaabcd":
+        calls.append(name)
+        _sharded.agree(group, x, name)
+    # Of a, b, c the call d drops a, which then drops b; hits count as uses.
+    assert compared == [1, 2, 3, 7, 8, 10, 11, 12], compared
+    every = gathered(torch.tensor(compared), None, 2)
+    assert torch.equal(*every)
+    assert len(_sharded._agreed[group]) == 3
+    _sharded.agree(None, x, "a")
+    assert compared[-1] == 12 and len(_sharded._agreed[dist.group.WORLD]) == 1
+    # What differs behind the part of a text that is shown is found, too.
+    long = list(range(400))
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        _sharded.agree(group, x, [*long, dist.get_rank()])
+    assert len(_sharded._agreed[group]) == 3
+    for step in range(50):
+        _sharded.agree(group, x, [*long, step])
+    assert len(_sharded._agreed[group]) == 3
 
 
 @ranks(2)

@@ -162,6 +162,59 @@ def run(rank, mesh_name, file):
     except fa_attn.UnsupportedError as error:
         assert "with dropout_p give local tensors" in str(error)
 
+    q, k, v = dout, *torch.randn(2, 4, 9, 4, 64)
+    slopes, by_both, hidden = torch.rand(8), torch.rand(4, 8), torch.rand(4, 8, 9, 9) > 0.3
+    programs = (
+        dict(score_mod=lambda s, b, h, i, j: s + slopes[h] * (i - j) + by_both[b, h]),
+        dict(mask_mod=lambda b, h, i, j: (i + b >= j) & ((h + i + j) % 3 != 0)),
+        dict(mask=hidden),
+        dict(causal=True, score_mod=lambda s, b, h, i, j: s * (1 + h) - b, sinks=torch.rand(8)),
+    )
+    for axes in [(1,), *ways]:
+        kept = axes if axes != (1,) else None
+        for options in programs:
+            want = attention(q, k, v, dout, **options)
+            same(attention(*(placed(x, axes) for x in (q, k, v, dout)), **options), want, kept)
+        own = dict(mask=placed(hidden, ()))
+        want = attention(q, k, v, dout, mask=hidden)
+        same(attention(*(placed(x, axes) for x in (q, k, v, dout)), **own), want, kept)
+        for bias in (torch.randn(4, 8, 9, 9), torch.randn(1, 8, 9, 9), torch.randn(9, 9)):
+            want = attention(q, k, v, dout, bias=bias)
+            for given in (bias, placed(bias, ()), placed(bias, (bias.dim() - 3,) if bias.dim() > 2 else ())):
+                same(attention(*(placed(x, axes) for x in (q, k, v, dout)), bias=given), want, kept)
+    # Whole where heads cannot be shared out.
+    few = torch.randn(4, 9, 6, 64), torch.randn(4, 9, 3, 64)
+    want = fa_attn.flash_attn_func(few[0], few[1], few[1], **programs[1])
+    sharded = [placed(few[at], (2,)) for at in (0, 1, 1)]
+    same([fa_attn.flash_attn_func(*sharded, **programs[1])], [want])
+    try:
+        fa_attn.flash_attn_func(q, placed(k, (2,)), placed(v, (2,)), bias=bias)
+        raise AssertionError("a tensor of one rank is taken beside those of all")
+    except fa_attn.InputTypeError as error:
+        assert "k is a DTensor and q is none" in str(error)
+
+    # Codes: gloo does not send them, ranks hold their own.
+    codes, one = torch.randn(4, 32, 4, 64).to(torch.float8_e4m3fn), torch.rand(4) + 0.5
+    last = torch.randn(4, 2, 8, 64)
+    lengths = torch.tensor([9, 30, 5, 17], dtype=torch.int32)
+    scales = dict(k_descale=one, v_descale=one * 2)
+    want = step(last, codes, codes, cache_seqlens=lengths, causal=True, **scales)
+    for axes in ((2,), (0,), (None,)):
+        like = placed(codes.float(), axes)
+        own = DTensor.from_local(like.to_local().to(codes.dtype), mesh, like.placements, run_check=False)
+        got = step(placed(last, axes), own, own, cache_seqlens=lengths, causal=True, **scales)
+        same([got], [want], axes)
+    latents, of_q = torch.randn(4, 9, 1, 192), torch.randn(4, 9, 8, 192)
+    options = dict(causal=True, softmax_scale=0.1)
+    want = fa_attn.flash_attn_func(
+        of_q[..., :64], latents[..., :64], latents[..., 64:], qv=of_q[..., 64:], **options
+    )
+    for axes in ((0,), (2,), (None,)):
+        own = [placed(x, axes) for x in (of_q[..., :64], of_q[..., 64:])]
+        keys = [placed(x, axes if axes != (2,) else ()) for x in (latents[..., :64], latents[..., 64:])]
+        got = fa_attn.flash_attn_func(own[0], *keys, qv=own[1], **options)
+        same([got], [want])
+
     compiled = torch.compile(attention, backend="aot_eager")
     q, k, v = dout, *torch.randn(2, 4, 9, 4, 64)
     for axes in ((2,), (0,)):

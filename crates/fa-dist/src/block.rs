@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use fa_core::Mask;
 
+use crate::shard::overlap;
+
 /// Rows and keys of which at least one pair is visible, and the mask between them by a kernel's own
 /// (bottom-right) alignment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +16,8 @@ pub(crate) struct Block {
     pub(crate) keys: Range<usize>,
     /// The mask between them.
     pub(crate) mask: Mask,
+    /// Where sequences begin among these rows and these keys, where they are packed.
+    pub(crate) starts: Option<[Vec<i32>; 2]>,
 }
 
 /// The visible part of `mask` for `rows` and `keys` of a sequence of `len` queries and keys, whose first key
@@ -53,7 +57,30 @@ pub(crate) fn block(
     };
     let (columns, count) = (end - low as i64 - 1, last - first - 1);
     let mask = Mask::band(side(mask.left, shift, columns), side(mask.right, -shift, count));
-    Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask })
+    Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask, starts: None })
+}
+
+/// What `rows` of packed sequences that begin at `starts` see of their own sequences' keys, under a mask that
+/// is causal or full: under a causal one keys end where the rows do, so that each sequence's diagonal ends in
+/// the corner of its last row and key.
+pub(crate) fn packed_block(mask: Mask, starts: &[i32], rows: Range<usize>, tile: usize) -> Option<Block> {
+    let sequences = starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
+    let touched = sequences.filter_map(|whole| Some((overlap(&whole, &rows)?, whole)));
+    let seen = |(own, whole): (Range<usize>, Range<usize>)| {
+        let end = if mask.right.is_some() { own.end } else { whole.end };
+        // Of the first sequence alone rows may be missing before these.
+        let unseen = mask.left.map_or(0, |left| (own.start - whole.start).saturating_sub(left as usize));
+        let begin = whole.start + unseen / tile.max(1) * tile.max(1);
+        (own, begin..end)
+    };
+    let parts: Vec<(Range<usize>, Range<usize>)> = touched.map(seen).collect();
+    let (first, last) = (parts.first()?, parts.last()?);
+    let (rows, keys) = (first.0.start..last.0.end, first.1.start..last.1.end);
+    let starts = [
+        parts.iter().map(|(own, _)| own.start - rows.start).chain([rows.len()]).map(|at| at as i32).collect(),
+        parts.iter().map(|(_, own)| own.start - keys.start).chain([keys.len()]).map(|at| at as i32).collect(),
+    ];
+    Some(Block { rows, keys, mask, starts: Some(starts) })
 }
 
 #[cfg(test)]

@@ -48,6 +48,11 @@ pub struct Machine {
     pub link: Link,
 }
 
+impl Machine {
+    /// What plans are for that name no machine: an H100 or H200 with NVLink.
+    pub const DEFAULT: Machine = Machine { arch: Arch::Sm90, link: Link::NVLINK };
+}
+
 /// Launching a kernel, from the end of the one before.
 const LAUNCH: f64 = 3e-6;
 
@@ -292,6 +297,19 @@ pub fn staged(plan: &ShardPlan, passes: &[Pass], machine: Machine) -> Result<Sha
     Ok(best.map_or_else(|| plan.clone(), |(_, staged)| staged))
 }
 
+/// The number of stages for a step of training, or a forward where that has no gradients; `None` where the
+/// planner has no kernel.
+pub(crate) fn stages(plan: &ShardPlan, machine: Machine) -> Option<usize> {
+    let is_computed = |pass: &Pass| {
+        plan.program(0, *pass).is_ok() && Times::new(machine, *pass).best(plan.problem()).is_ok()
+    };
+    let passes: Vec<Pass> = [Pass::Forward, Pass::BACKWARD].into_iter().filter(is_computed).collect();
+    if passes.is_empty() {
+        return None;
+    }
+    Some(staged(plan, &passes, machine).ok()?.stages())
+}
+
 /// All schemes for a problem, the fastest first, and why the others do not compute it.
 #[derive(Debug)]
 pub struct Ranking {
@@ -324,7 +342,7 @@ pub fn rank(
         if (scheme == Scheme::Decode) != is_decode {
             continue;
         }
-        let plan = match ShardPlan::new(problem, world, scheme, layout) {
+        let plan = match ShardPlan::in_one_stage(problem, None, world, scheme, layout) {
             Ok(plan) => plan,
             Err(error @ (Error::Problem(_) | Error::Ranks { .. })) => return Err(error),
             Err(error) => {
@@ -474,8 +492,13 @@ mod tests {
         let share =
             |plan: &ShardPlan| predict(plan, &mut Times::new(MACHINE, Pass::Forward)).unwrap().share(2);
         // Of one K/V head a chunk has 171 tiles of 192 rows, which 132 SMs take in two rounds.
-        assert!(share(&plan) < 0.9, "{}", share(&plan));
-        assert!(chosen.stages() < plan.stages() && share(&chosen) > 0.94, "{chosen:?}");
+        let parts = plan.clone().with_stages(8).unwrap();
+        assert!(share(&parts) < 0.9, "{}", share(&parts));
+        assert!(chosen.stages() < 8 && share(&chosen) > 0.94, "{chosen:?}");
+        // Who names neither stages nor a machine gets the choice for a training step.
+        let step = staged(&plan.clone().with_stages(1).unwrap(), &[Pass::Forward, Pass::BACKWARD], MACHINE);
+        assert_eq!(plan.stages(), step.unwrap().stages());
+        assert!(plan.stages() < 8 && share(&plan) > 0.94, "{plan:?}");
     }
 
     #[test]

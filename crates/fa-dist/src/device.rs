@@ -112,11 +112,13 @@ impl DeviceAttention {
             extras: raw.extras,
             ..Given::default()
         };
+        self.check_extras(&given)?;
         launch(&mut self.rank, &self.forward, given, stream)
     }
 
-    /// Enqueues the backward on `stream`: gradients of the rank's queries, keys and values. Every rank calls
-    /// it, in the same order.
+    /// Enqueues the backward on `stream`: gradients of the rank's queries, keys and values, and that of the
+    /// sinks over what this rank computes, to be added up over ranks as those of weights are. Every rank
+    /// calls it, in the same order.
     ///
     /// # Errors
     /// As [`DeviceAttention::forward`]; [`Error::Refused`] where no backward was prepared.
@@ -154,8 +156,10 @@ impl DeviceAttention {
             lse: raw.lse,
             dout: Some(raw.dout),
             gradients: [Some(raw.dq), Some(raw.dk), Some(raw.dv)],
+            dsinks: raw.extras.dsinks.unwrap_or(0),
             extras: raw.extras,
         };
+        self.check_extras(&given)?;
         launch(&mut self.rank, prepared, given, stream)
     }
 
@@ -169,6 +173,12 @@ impl DeviceAttention {
             }
         }
         Ok(())
+    }
+
+    fn check_extras(&self, given: &Given) -> Result<(), Error> {
+        let inputs = &given.extras.inputs;
+        let starts = inputs.cu_seqlens_q.is_some() || inputs.cu_seqlens_k.is_some();
+        self.plan.check_extras(starts, inputs.dlse.is_some())
     }
 
     fn check_lse(&self, got: usize) -> Result<(), Error> {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use fa_core::{Pass, Strides};
-use fa_cpu::merge::merge_row;
+use fa_cpu::merge::{add_sinks, merge_row};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{Element, Extras, TensorMut, TensorRef};
 
@@ -195,11 +195,15 @@ struct HostEngine<'a, T> {
     transport: &'a mut dyn HostTransport,
 }
 
-/// The extras of a part: those of its heads.
-fn part_extras<'a>(extras: &Extras<'a>, part: &Part) -> Extras<'a> {
+/// The extras of a part: those of its heads, and its own starts.
+fn part_extras<'a>(extras: &Extras<'a>, part: &'a Part) -> Extras<'a> {
     let mut own = *extras;
     own.alibi_slopes = own.alibi_slopes.and_then(|slopes| slopes.get(part.heads.clone()));
+    own.sinks = own.sinks.filter(|_| part.problem.score.sinks);
     own.sinks = own.sinks.and_then(|sinks| sinks.get(part.heads.clone()));
+    if let Some([q, k]) = &part.starts {
+        (own.cu_seqlens_q, own.cu_seqlens_k) = (Some(q.as_slice()), Some(k.as_slice()));
+    }
     own
 }
 
@@ -262,7 +266,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 memory.write(out, &values);
                 memory.lse_mut(lse).copy_from_slice(&own);
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks } => {
                 let inputs = [q, k, v, out, dout].map(|view| (memory.shape(view), memory.read(view)));
                 let view = |i: usize| packed("input", &inputs[i].1, inputs[i].0);
                 let own = memory.lse(lse).to_vec();
@@ -278,6 +282,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 let shapes = outputs.each_ref().map(|view| memory.shape(view));
                 let mut values = shapes.map(|shape| vec![T::from_f32(0.0); shape.iter().product()]);
                 let [dq, dk, dv] = &mut values;
+                let mut own_dsinks = dsinks.as_ref().map(|view| vec![0.0; view.heads.len()]);
                 tiled::backward_extras(
                     tiled::Options::default(),
                     &part.problem,
@@ -286,11 +291,16 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                     &mut packed_mut("dq", dq, shapes[0])?,
                     &mut packed_mut("dk", dk, shapes[1])?,
                     &mut packed_mut("dv", dv, shapes[2])?,
-                    None,
+                    own_dsinks.as_deref_mut(),
                 )?;
                 outputs.iter().zip(&values).for_each(|(view, values)| memory.write(view, values));
+                if let (Some(view), Some(values)) = (dsinks, own_dsinks) {
+                    memory.write_f32(view, &values);
+                }
             }
-            Op::Merge { parts, out, lse } => merge(memory, parts, out, lse),
+            Op::Merge { parts, out, lse, sinks } => {
+                merge(memory, parts, out, lse, self.extras.sinks.filter(|_| *sinks))?;
+            }
             Op::Exchange { .. } => {}
         }
         Ok(())
@@ -301,9 +311,16 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
     }
 }
 
-fn merge<T: Wire>(memory: &mut HostMemory<'_, T>, parts: &[[View; 2]], out: &View, lse: &View) {
+fn merge<T: Wire>(
+    memory: &mut HostMemory<'_, T>,
+    parts: &[[View; 2]],
+    out: &View,
+    lse: &View,
+    sinks: Option<&[f32]>,
+) -> Result<(), Error> {
     let [batch, rows, heads, dim] = memory.shape(out);
     let mut values = vec![0.0f32; batch * rows * heads * dim];
+    // As a view of an LSE is read: rows before heads.
     let mut merged = vec![f32::NEG_INFINITY; batch * rows * heads];
     for [part, part_lse] in parts {
         let (own, own_lse) = (memory.read_f32(part), memory.read_f32(part_lse));
@@ -312,8 +329,14 @@ fn merge<T: Wire>(memory: &mut HostMemory<'_, T>, parts: &[[View; 2]], out: &Vie
             merge_row(row, lse, other, other_lse);
         }
     }
+    if let Some(sinks) = sinks {
+        let shape = [1, 1, batch * rows * heads, dim];
+        let sinks: Vec<f32> = sinks.iter().copied().cycle().take(merged.len()).collect();
+        add_sinks(&mut packed_mut("out", &mut values, shape)?, &mut merged, &sinks)?;
+    }
     memory.write_f32(out, &values);
     memory.write_f32(lse, &merged);
+    Ok(())
 }
 
 fn packed<'a, T>(
@@ -430,7 +453,9 @@ impl<X: HostTransport> HostAttention<X> {
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
-    /// Every rank calls it, in the same order.
+    /// The gradient of the sinks (`[heads_q]`) goes to `dsinks` when asked for: over what this rank computes,
+    /// its rows or its heads, so that the whole is the sum over ranks, as for weights. Every rank calls it,
+    /// in the same order.
     ///
     /// # Errors
     /// As [`HostAttention::forward`].
@@ -438,9 +463,17 @@ impl<X: HostTransport> HostAttention<X> {
         &mut self,
         inputs: &BackwardInputs<'_, T>,
         [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
+        dsinks: Option<&mut [f32]>,
         extras: &Extras<'_>,
     ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::BACKWARD)?;
+        let (has_sinks, heads) = (self.plan.problem().score.sinks, self.plan.problem().heads_q);
+        if let Some(got) = dsinks.as_ref().map(|dsinks| dsinks.len())
+            && (!has_sinks || got != heads)
+        {
+            let need = if has_sinks { format!("{heads}") } else { "none: it has no sinks".to_owned() };
+            return Err(Error::Tensor { tensor: "dsinks", got: format!("{got} elements"), need });
+        }
         let BackwardInputs { q, k, v, out, lse, dout } = *inputs;
         self.check(&[
             ("q", Buffer::Q, q.shape()),
@@ -453,6 +486,7 @@ impl<X: HostTransport> HostAttention<X> {
             ("dv", Buffer::Dv, dv.shape()),
         ])?;
         self.check_lse(lse.len())?;
+        let dsinks = dsinks.map_or_else(|| Slot::OwnF32(vec![0.0; heads]), Slot::WriteF32);
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
             (Buffer::K, Slot::Read(k)),
@@ -464,6 +498,8 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Dk, Slot::Write(dk.reborrow())),
             (Buffer::Dv, Slot::Write(dv.reborrow())),
         ];
+        let dsinks = has_sinks.then_some((Buffer::Dsinks, dsinks));
+        let slots = slots.into_iter().chain(dsinks).collect();
         self.run(&program, slots, extras)
     }
     fn run<'a, T: Wire>(
@@ -472,6 +508,8 @@ impl<X: HostTransport> HostAttention<X> {
         slots: Vec<(Buffer, Slot<'a, T>)>,
         extras: &Extras<'a>,
     ) -> Result<(), Error> {
+        let starts = extras.cu_seqlens_q.is_some() || extras.cu_seqlens_k.is_some();
+        self.plan.check_extras(starts, extras.dlse.is_some())?;
         let memory = HostMemory::new(program, slots);
         let mut engine = HostEngine { memory, extras: *extras, transport: &mut self.transport };
         run(program, self.order, &mut engine)

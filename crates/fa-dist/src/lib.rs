@@ -18,6 +18,7 @@ mod memory;
 mod nccl;
 mod passes;
 mod plan;
+mod planning;
 pub mod program;
 mod run;
 mod schemes;

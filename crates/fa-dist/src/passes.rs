@@ -11,7 +11,8 @@ impl ShardPlan {
     /// What `rank` does for a pass.
     ///
     /// # Errors
-    /// [`Error::Ranks`] for a rank that is none; [`Error::Refused`] for gradients of a decode, and of sinks.
+    /// [`Error::Ranks`] for a rank that is none; [`Error::Refused`] for gradients of a decode, and of a ring
+    /// with sinks.
     pub fn program(&self, rank: usize, pass: Pass) -> Result<Program, Error> {
         if rank >= self.world() {
             let need = format!("0 to {}", self.world() - 1);
@@ -25,8 +26,8 @@ impl ShardPlan {
         };
         match (self.scheme(), pass.is_backward()) {
             (Scheme::Decode, true) => return Err(refuse("gradients", "use gather, ulysses or ring")),
-            (_, true) if self.problem().score.sinks => {
-                return Err(refuse("gradients of sinks", "compute them on one GPU"));
+            (Scheme::Ring, true) if self.problem().score.sinks => {
+                return Err(refuse("gradients of sinks", "use gather or ulysses"));
             }
             _ => {}
         }

@@ -7,7 +7,7 @@ use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
-use crate::block::{Block, block};
+use crate::block::{Block, block, packed_block};
 use crate::error::Error;
 use crate::program::{Buffer, Cell, Part, Shape};
 use crate::shard::{Layout, Shards};
@@ -66,6 +66,8 @@ const TILE: (usize, usize) = (128, 128);
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShardPlan {
     problem: Problem,
+    /// Where packed sequences begin, and the last one ends.
+    starts: Option<Vec<i32>>,
     world: usize,
     scheme: Scheme,
     queries: Shards,
@@ -75,11 +77,14 @@ pub struct ShardPlan {
 }
 
 impl ShardPlan {
-    /// The plan of `problem`, which is the whole one, for `world` ranks.
-    ///
-    /// # Errors
-    /// [`Error::Problem`], [`Error::Ranks`], and [`Error::Refused`] for what the scheme does not compute.
-    pub fn new(problem: &Problem, world: usize, scheme: Scheme, layout: Layout) -> Result<ShardPlan, Error> {
+    /// The plan that transfers all heads at once.
+    pub(crate) fn in_one_stage(
+        problem: &Problem,
+        starts: Option<Vec<i32>>,
+        world: usize,
+        scheme: Scheme,
+        layout: Layout,
+    ) -> Result<ShardPlan, Error> {
         problem.check()?;
         if world == 0 || world > MAX_WORLD {
             return Err(Error::Ranks { name: "world", value: world, need: format!("1 to {MAX_WORLD}") });
@@ -87,6 +92,7 @@ impl ShardPlan {
         let placeholder = Shards::new(layout, world, 0, 1);
         let mut plan = ShardPlan {
             problem: *problem,
+            starts,
             world,
             scheme,
             queries: placeholder.clone(),
@@ -96,12 +102,6 @@ impl ShardPlan {
         };
         plan.deal(layout);
         plan.check()?;
-        // Heads are gathered one by one, up to 8 times: nothing hides the first transfer alone.
-        plan.stages = match scheme {
-            Scheme::Gather => stages_of(problem.heads_kv, 8),
-            Scheme::Ulysses => stages_of(plan.own_kv_heads(), 2),
-            Scheme::Ring | Scheme::Decode => 1,
-        };
         Ok(plan)
     }
 
@@ -164,18 +164,36 @@ impl ShardPlan {
         if lengths.q().used || lengths.k().used {
             return refuse("lengths in use".to_owned(), "pack the sequences, or leave the lengths out");
         }
-        if !lengths.is_uniform() && self.scheme != Scheme::Ulysses {
-            return refuse("packed sequences".to_owned(), "use ulysses, or a call for each sequence");
+        let Mask { left, right, offset, .. } = self.problem.mask;
+        match (lengths.is_uniform(), self.scheme, &self.starts) {
+            (true, ..) | (false, Scheme::Ulysses, _) => {}
+            (false, Scheme::Gather, None) => {
+                let what = "packed sequences of unknown starts".to_owned();
+                return refuse(what, "use ShardPlan::packed, or ulysses");
+            }
+            (false, Scheme::Gather, Some(_)) => {
+                if offset != 0 || !(right == Some(0) || (left, right) == (None, None)) {
+                    // The diagonal of a part would end elsewhere in each sequence.
+                    let what = format!("packed sequences under the mask {}", self.problem.mask);
+                    return refuse(what, "use ulysses, or a causal or full mask");
+                }
+            }
+            (false, Scheme::Ring | Scheme::Decode, _) => {
+                return refuse("packed sequences".to_owned(), "use gather or ulysses");
+            }
         }
         let (score, types) = (self.problem.score, self.problem.types);
         if types != Types::same(types.q) {
             return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
         }
+        if score.dropout.is_some() {
+            // Its bits depend on the query's, key's and head's numbers in the whole.
+            return refuse("dropout".to_owned(), "leave it out, or use one GPU");
+        }
         if score.program.is_some() {
             // A rank would give it the queries and heads of its part.
             return refuse("a program of masks or scores".to_owned(), "use one GPU, or fa's own masks");
         }
-        let (left, right) = (self.problem.mask.left, self.problem.mask.right);
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {
                 return refuse("slopes of each sequence".to_owned(), "use slopes of heads alone");
@@ -183,14 +201,17 @@ impl ShardPlan {
             (Some(Alibi::PerHead), Scheme::Ring | Scheme::Decode) => {
                 return refuse("ALiBi".to_owned(), "use gather or ulysses");
             }
-            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) || self.problem.mask.offset != 0 => {
+            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) || offset != 0 => {
                 let what = "ALiBi without a causal mask, or with an offset".to_owned();
                 return refuse(what, "use ulysses, or a causal mask");
             }
             (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses) | (None, _) => {}
         }
-        if score.sinks && matches!(self.scheme, Scheme::Ring | Scheme::Decode) {
-            return refuse("sinks".to_owned(), "use gather or ulysses");
+        let (rows, keys) = self.len();
+        let seeing = || self.block(0..rows, 0..keys).map_or(0, |block| block.rows.len());
+        if score.sinks && self.scheme != Scheme::Ulysses && self.starts.is_none() && seeing() < rows {
+            // Their LSE is the sink.
+            return refuse("sinks where queries see no key".to_owned(), "use ulysses");
         }
         if self.scheme == Scheme::Ulysses {
             let world = self.world;
@@ -216,6 +237,11 @@ impl ShardPlan {
     /// The whole problem.
     pub fn problem(&self) -> &Problem {
         &self.problem
+    }
+
+    /// Where packed sequences begin, where the plan knows it.
+    pub fn starts(&self) -> Option<&[i32]> {
+        self.starts.as_deref()
     }
 
     /// Ranks.
@@ -245,14 +271,19 @@ impl ShardPlan {
 
     /// Whether O and LSE have the bits of one GPU with the same kernel.
     pub fn same_bits(&self) -> bool {
-        matches!(self.scheme, Scheme::Gather | Scheme::Ulysses)
+        match self.scheme {
+            // Tiles of packed sequences begin elsewhere in each.
+            Scheme::Gather => self.starts.is_none(),
+            Scheme::Ulysses => true,
+            Scheme::Ring | Scheme::Decode => false,
+        }
     }
 
     /// One line that says all that ranks have to agree on.
     pub fn descriptor(&self) -> String {
         let problem = &self.problem;
         format!(
-            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?}",
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),
@@ -260,6 +291,7 @@ impl ShardPlan {
             self.stages,
             self.tiles,
             problem.lengths,
+            self.starts,
             problem.heads_q,
             problem.heads_kv,
             problem.head_dim,
@@ -285,6 +317,9 @@ impl ShardPlan {
             Buffer::V | Buffer::Dv => own(keys, heads_kv, head_dim_v),
             Buffer::Out | Buffer::Dout => own(queries, heads_q, head_dim_v),
             Buffer::Lse => Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) },
+            Buffer::Dsinks => {
+                Shape { batch: 1, cell: Cell::F32, order: TensorLayout::Bhsd, ..own(1, heads_q, 1) }
+            }
             Buffer::Scratch(_) => own(0, 0, 0),
         }
     }
@@ -293,7 +328,9 @@ impl ShardPlan {
     pub(crate) fn tensors(&self, rank: usize, backward: bool) -> Vec<(Buffer, Shape)> {
         let forward = [Buffer::Q, Buffer::K, Buffer::V, Buffer::Out, Buffer::Lse];
         let gradients = [Buffer::Dout, Buffer::Dq, Buffer::Dk, Buffer::Dv];
-        let gradients = gradients.iter().filter(|_| backward);
+        let sinks = [Buffer::Dsinks];
+        let sinks = sinks.iter().filter(|_| self.problem.score.sinks);
+        let gradients = gradients.iter().chain(sinks).filter(|_| backward);
         forward.iter().chain(gradients).map(|&buffer| (buffer, self.shape(rank, buffer))).collect()
     }
 
@@ -302,9 +339,25 @@ impl ShardPlan {
         (self.queries.len(), self.keys.len())
     }
 
+    /// Whether a call may have these extras.
+    pub(crate) fn check_extras(&self, starts: bool, dlse: bool) -> Result<(), Error> {
+        let refuse = |what: &str, instead: &str| {
+            let (what, instead) = (what.to_owned(), instead.to_owned());
+            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
+        };
+        match (starts && self.starts.is_some(), dlse) {
+            (true, _) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
+            (false, true) => refuse("the gradient of the LSE (dlse)", "leave it out"),
+            (false, false) => Ok(()),
+        }
+    }
+
     /// What of the mask is visible between some rows and some keys.
     pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
-        block(self.problem.mask, self.len(), rows, keys, self.tiles.1)
+        match &self.starts {
+            None => block(self.problem.mask, self.len(), rows, keys, self.tiles.1),
+            Some(starts) => packed_block(self.problem.mask, starts, rows, self.tiles.1),
+        }
     }
 
     /// The problem of a kernel's call.
@@ -316,19 +369,38 @@ impl ShardPlan {
         mask: Mask,
     ) -> Part {
         let lengths = Lengths::uniform(self.problem.lengths.sequences(), rows, keys);
-        self.part_of(lengths, heads, kv_heads, mask)
+        self.part_of(lengths, None, heads, kv_heads, mask)
     }
 
-    pub(crate) fn part_of(
+    /// The problem of a kernel's call for a block.
+    pub(crate) fn block_part(&self, block: &Block, heads: &Range<usize>, kv_heads: usize) -> Part {
+        let (rows, keys) = (block.rows.len(), block.keys.len());
+        let Some(starts) = &block.starts else { return self.part((rows, keys), heads, kv_heads, block.mask) };
+        let [q, k] = starts.each_ref().map(|starts| longest(starts));
+        let lengths = Lengths::packed(starts[0].len() - 1, rows, keys, q, k);
+        self.part_of(lengths, Some(starts.clone()), heads, kv_heads, block.mask)
+    }
+
+    /// The whole problem for some heads.
+    pub(crate) fn heads_part(&self, heads: &Range<usize>, kv_heads: usize) -> Part {
+        let starts = self.starts.clone().map(|starts| [starts.clone(), starts]);
+        self.part_of(self.problem.lengths, starts, heads, kv_heads, self.problem.mask)
+    }
+
+    fn part_of(
         &self,
         lengths: Lengths,
+        starts: Option<[Vec<i32>; 2]>,
         heads: &Range<usize>,
         kv_heads: usize,
         mask: Mask,
     ) -> Part {
         // The scale follows from the head dim alone: parts have the whole's.
         let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
-        Part { problem, heads: heads.clone() }
+        // What is merged gets its sinks then.
+        let sinks = problem.score.sinks && !matches!(self.scheme, Scheme::Ring | Scheme::Decode);
+        let problem = problem.with_score(problem.score.with_sinks(sinks));
+        Part { problem, heads: heads.clone(), starts }
     }
 
     /// K/V heads that a rank of Ulysses computes.
@@ -344,7 +416,7 @@ impl ShardPlan {
     }
 }
 
-/// The most stages, up to `most`, that divide `heads`.
-fn stages_of(heads: usize, most: usize) -> usize {
-    (1..=most.min(heads.max(1))).rev().find(|stages| heads.is_multiple_of(*stages)).unwrap_or(1)
+/// Rows of the longest sequence.
+fn longest(starts: &[i32]) -> usize {
+    starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0)
 }

@@ -29,6 +29,8 @@ pub enum Buffer {
     Dk,
     /// Gradient of V.
     Dv,
+    /// Gradient of the sinks, over the rows and heads that the rank computes: its head is a query head.
+    Dsinks,
     /// Memory of the program, by its number in [`Program::scratch`].
     Scratch(usize),
 }
@@ -107,6 +109,8 @@ pub struct Part {
     pub problem: Problem,
     /// Query heads of the whole problem.
     pub heads: Range<usize>,
+    /// Where its packed sequences begin, queries and keys, where the plan knows it.
+    pub starts: Option<[Vec<i32>; 2]>,
 }
 
 /// One thing that a rank does.
@@ -148,6 +152,8 @@ pub enum Op {
         inputs: [View; 6],
         /// dQ, dK and dV.
         outputs: [View; 3],
+        /// The gradient of its heads' sinks over its rows.
+        dsinks: Option<Box<View>>,
     },
     /// Combines O and LSE over different keys.
     Merge {
@@ -157,6 +163,8 @@ pub enum Op {
         out: View,
         /// LSE, packed.
         lse: View,
+        /// Whether the sinks join the result.
+        sinks: bool,
     },
     /// Sends and receives, all at once; also to the rank itself. Between two ranks messages arrive in the
     /// order of sending.
@@ -186,7 +194,7 @@ impl Op {
         match self {
             Op::Sum { to, .. } | Op::Nothing { to } => vec![to],
             Op::Forward { out, lse, .. } | Op::Merge { out, lse, .. } => vec![out, lse],
-            Op::Backward { outputs, .. } => outputs.iter().collect(),
+            Op::Backward { outputs, dsinks, .. } => outputs.iter().chain(dsinks.as_deref()).collect(),
             Op::Exchange { recvs, .. } => recvs.iter().map(|(_, view)| view).collect(),
         }
     }
@@ -258,7 +266,8 @@ impl Program {
             | Buffer::Dout
             | Buffer::Dq
             | Buffer::Dk
-            | Buffer::Dv => {
+            | Buffer::Dv
+            | Buffer::Dsinks => {
                 let own = self.tensors.iter().find(|(own, _)| *own == buffer);
                 own.unwrap_or_else(|| panic!("the pass has no {buffer:?}")).1
             }

@@ -179,7 +179,7 @@ impl Attention {
                 };
                 let to = |values| TensorMut::packed("gradient", values, axes(shape), TensorLayout::Bshd);
                 let (mut dq, mut dk, mut dv) = (to(dq)?, to(dk)?, to(dv)?);
-                rank.borrow_mut().backward(&given, [&mut dq, &mut dk, &mut dv], &Extras::NONE)?;
+                rank.borrow_mut().backward(&given, [&mut dq, &mut dk, &mut dv], None, &Extras::NONE)?;
                 let [dq, dk, dv] = made;
                 Ok(Gradients { dq, dk, dv })
             }

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use fa_attn::device::Bound;
+use fa_core::TensorLayout;
 use fa_kernels::cudarc::driver::{CudaStream, result, sys};
 use fa_kernels::{RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor};
 
@@ -26,6 +27,7 @@ pub(super) struct Given {
     pub(super) lse: u64,
     pub(super) dout: Option<RawTensor>,
     pub(super) gradients: [Option<RawTensor>; 3],
+    pub(super) dsinks: u64,
     pub(super) extras: RawExtras,
 }
 
@@ -82,6 +84,7 @@ impl DeviceEngine<'_> {
             Buffer::Dq => self.given.gradients[0],
             Buffer::Dk => self.given.gradients[1],
             Buffer::Dv => self.given.gradients[2],
+            Buffer::Dsinks => Some(own(self.given.dsinks)),
             Buffer::Scratch(number) => Some(own(self.prepared.scratch[number].address)),
         };
         // A tensor without elements has no address, and nothing of it is touched.
@@ -100,9 +103,14 @@ impl DeviceEngine<'_> {
         RawTensor { address: address + offset * self.element(view.buffer), strides }
     }
 
-    /// The extras of a part: those of its heads.
-    fn extras(&self, part: &Part) -> RawExtras {
+    /// The extras of a part: those of its heads, and its own starts.
+    fn extras(&self, number: usize, part: &Part) -> RawExtras {
         let mut extras = self.given.extras;
+        if let Some([q, k]) = &self.prepared.starts[number] {
+            extras.inputs.cu_seqlens_q = Some(q.address);
+            extras.inputs.cu_seqlens_k = Some(k.address);
+        }
+        extras.inputs.sinks = extras.inputs.sinks.filter(|_| part.problem.score.sinks);
         let shift = 4 * part.heads.start as u64;
         extras.inputs.alibi_slopes = extras.inputs.alibi_slopes.map(|address| address + shift);
         extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
@@ -122,9 +130,17 @@ impl DeviceEngine<'_> {
         let stream = self.stream(lane);
         match (&self.prepared.kernels[number], parts) {
             (Kernel::Merge(merge), _) => {
-                let of = |view: &View| RawPartialResult { out: self.raw(view), lse: 0 };
+                // A value of each head is a row of all of them.
+                let row = |view: &View| match self.prepared.program.shape(view.buffer).dim {
+                    1 => RawTensor {
+                        strides: TensorLayout::Bshd.strides(1, 1, view.heads.len()),
+                        ..self.raw(view)
+                    },
+                    _ => self.raw(view),
+                };
+                let of = |view: &View| RawPartialResult { out: row(view), lse: 0 };
                 let parts: Vec<RawPartialResult> = parts.iter().map(of).collect();
-                let args = RawMergeArgs { parts: &parts, out: self.raw(to), lse: None, sinks: None };
+                let args = RawMergeArgs { parts: &parts, out: row(to), lse: None, sinks: None };
                 // SAFETY: programs name rows and heads that their buffers have; the caller's tensors were
                 // checked against them.
                 Ok(unsafe { merge.run_raw(stream, &args) }?)
@@ -215,29 +231,31 @@ impl Engine for DeviceEngine<'_> {
                     out: self.raw(out),
                     lse: Some(self.raw(lse).address),
                     workspace: (forward.workspace_bytes() > 0).then_some(workspace),
-                    extras: self.extras(part),
+                    extras: self.extras(number, part),
                 };
                 // SAFETY: as for sums; the workspace is zero, and all that uses it is in this queue.
                 Ok(unsafe { forward.run_raw(stream, &args) }?)
             }
-            (Op::Backward { part, inputs, outputs }, Kernel::Attention(bound)) => {
+            (Op::Backward { part, inputs, outputs, dsinks }, Kernel::Attention(bound)) => {
                 let Bound::Backward(backward) = bound.as_ref() else { return Ok(()) };
                 let [q, k, v, out, lse, dout] = inputs.each_ref().map(|view| self.raw(view));
                 let [dq, dk, dv] = outputs.each_ref().map(|view| self.raw(view));
                 let lse = lse.address;
-                let extras = self.extras(part);
+                let dsinks = dsinks.as_ref().map(|view| self.raw(view).address);
+                let extras = RawExtras { dsinks, ..self.extras(number, part) };
                 let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
                 // SAFETY: as for sums.
                 Ok(unsafe { backward.run_raw(stream, &args) }?)
             }
-            (Op::Merge { parts, out, lse }, Kernel::Merge(merge)) => {
+            (Op::Merge { parts, out, lse, sinks }, Kernel::Merge(merge)) => {
                 let of = |[out, lse]: &[View; 2]| RawPartialResult {
                     out: self.raw(out),
                     lse: self.raw(lse).address,
                 };
                 let parts: Vec<RawPartialResult> = parts.iter().map(of).collect();
                 let lse = Some(self.raw(lse).address);
-                let args = RawMergeArgs { parts: &parts, out: self.raw(out), lse, sinks: None };
+                let sinks = self.given.extras.inputs.sinks.filter(|_| *sinks);
+                let args = RawMergeArgs { parts: &parts, out: self.raw(out), lse, sinks };
                 // SAFETY: as for sums; the result is in memory of its own.
                 Ok(unsafe { merge.run_raw(stream, &args) }?)
             }

@@ -32,6 +32,14 @@ impl Memory {
         unsafe { result::memset_d8_sync(address, byte, bytes) }.map_err(driver("filling device memory"))?;
         Ok(memory)
     }
+
+    /// Memory with these words.
+    pub(super) fn of(gpu: &Arc<Gpu>, words: &[i32]) -> Result<Memory, Error> {
+        let memory = Memory::new(gpu, size_of_val(words), 0)?;
+        // SAFETY: the memory has so many bytes.
+        unsafe { result::memcpy_htod_sync(memory.address, words) }.map_err(driver("copying to the GPU"))?;
+        Ok(memory)
+    }
 }
 
 impl Drop for Memory {

@@ -24,6 +24,8 @@ pub(super) enum Kernel {
 pub(super) struct Prepared {
     pub(super) program: Program,
     pub(super) kernels: Vec<Kernel>,
+    /// Starts of the packed queries and keys of steps that have their own.
+    pub(super) starts: Vec<Option<[Memory; 2]>>,
     pub(super) scratch: Vec<Memory>,
     pub(super) workspace: Memory,
     /// For steps that others wait for.
@@ -61,6 +63,7 @@ impl Prepared {
         let program = plan.program(rank, pass)?;
         let kernels = program.steps.iter().map(|step| kernel(gpu, plan, &program, step, (pass, spec)));
         let kernels = kernels.collect::<Result<Vec<_>, Error>>()?;
+        let starts = program.steps.iter().map(|step| starts(gpu, step)).collect::<Result<Vec<_>, Error>>()?;
         // NaN, so that reading what was never written shows.
         let room = |shape: &Shape| Memory::new(gpu, shape.elements() * shape.cell.bytes(program.dtype), 0xff);
         let scratch = program.scratch.iter().map(room).collect::<Result<Vec<_>, Error>>()?;
@@ -75,13 +78,23 @@ impl Prepared {
         let events = (0..program.steps.len()).map(|number| waited(number).then(event).transpose());
         let events = events.collect::<Result<Vec<_>, Error>>()?;
         let (begun, ended) = (event()?, event()?);
-        Ok(Prepared { program, kernels, scratch, workspace, events, begun, ended })
+        Ok(Prepared { program, kernels, starts, scratch, workspace, events, begun, ended })
     }
 
     /// Bytes of the program's own memory.
     pub(super) fn bytes(&self) -> usize {
         self.workspace.bytes + self.scratch.iter().map(|memory| memory.bytes).sum::<usize>()
     }
+}
+
+/// The starts of a step's packed sequences, in device memory.
+fn starts(gpu: &Arc<Gpu>, step: &Step) -> Result<Option<[Memory; 2]>, Error> {
+    let part = match &step.op {
+        Op::Forward { part, .. } | Op::Backward { part, .. } => part,
+        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } | Op::Exchange { .. } => return Ok(None),
+    };
+    let Some([q, k]) = &part.starts else { return Ok(None) };
+    Ok(Some([Memory::of(gpu, q)?, Memory::of(gpu, k)?]))
 }
 
 /// The kernel of a step: of attention that of the whole problem wherever it computes the part.
@@ -92,18 +105,20 @@ fn kernel(
     step: &Step,
     (pass, spec): (Pass, &KernelSpec),
 ) -> Result<Kernel, Error> {
-    let merge = |parts: &[&View], to: &View| -> Result<Kernel, Error> {
+    let merge = |parts: &[&View], to: &View, sinks: bool| -> Result<Kernel, Error> {
         let dtype = |cell: Cell| if cell == Cell::F32 { Dtype::F32 } else { program.dtype };
         let shape = program.shape(to.buffer);
+        // A value of each head is a row of all of them.
+        let (heads, dim) = if shape.dim == 1 { (1, to.heads.len()) } else { (to.heads.len(), shape.dim) };
         let merge = Merge {
             parts: parts.len(),
             batch: shape.batch,
             seqlen: to.rows.len(),
-            heads: to.heads.len(),
-            dim: shape.dim,
+            heads,
+            dim,
             part: dtype(program.shape(parts[0].buffer).cell),
             out: dtype(shape.cell),
-            sinks: false,
+            sinks,
         };
         Ok(Kernel::Merge(gpu.merge(&merge)?))
     };
@@ -116,9 +131,13 @@ fn kernel(
             };
             Ok(Kernel::Attention(Box::new(bound)))
         }
-        Op::Merge { parts, out, .. } => merge(&parts.iter().map(|[out, _]| out).collect::<Vec<_>>(), out),
-        Op::Sum { parts, to } if !parts.is_empty() && program.shape(to.buffer).dim > 1 => {
-            merge(&parts.iter().collect::<Vec<_>>(), to)
+        Op::Merge { parts, out, sinks, .. } => {
+            merge(&parts.iter().map(|[out, _]| out).collect::<Vec<_>>(), out, *sinks)
+        }
+        Op::Sum { parts, to }
+            if parts.len() > 1 || (!parts.is_empty() && program.shape(to.buffer).dim > 1) =>
+        {
+            merge(&parts.iter().collect::<Vec<_>>(), to, false)
         }
         Op::Sum { .. } | Op::Nothing { .. } | Op::Exchange { .. } => Ok(Kernel::Plain),
     }

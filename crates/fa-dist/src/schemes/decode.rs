@@ -65,7 +65,8 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
         true => nothing(&mut builder, &rows, &heads),
         false => {
             let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.whole(buffer));
-            builder.push(Lane::Compute, Op::Merge { parts, out, lse });
+            let sinks = plan.problem().score.sinks;
+            builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks });
         }
     }
     builder.finish()

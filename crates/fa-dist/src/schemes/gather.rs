@@ -5,6 +5,7 @@
 use std::ops::Range;
 
 use fa_core::{Pass, TensorLayout};
+use fa_cpu::check;
 
 use super::sums::{Term, sum};
 use super::{Packed, joined, nothing, outside};
@@ -113,10 +114,12 @@ impl<'a> Gather<'a> {
         // The last rows see the most: they come first, so that the short ones fill the end.
         for (placed, block) in blocks(plan, self.rank).into_iter().rev() {
             let all = placed.locals(&placed.range);
-            let Some(Block { rows, keys, mask }) = block else {
+            let Some(block) = block else {
                 nothing(builder, &all, &heads);
                 continue;
             };
+            let part = plan.block_part(&block, &heads, kv.len());
+            let Block { rows, keys, .. } = block;
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| nothing(builder, rows, &heads));
             let to = View::of(Buffer::Lse, &own, &heads);
@@ -124,7 +127,7 @@ impl<'a> Gather<'a> {
             builder.push(
                 Lane::Compute,
                 Op::Forward {
-                    part: plan.part((rows.len(), keys.len()), &heads, kv.len(), mask),
+                    part,
                     q: View::of(Buffer::Q, &own, &heads),
                     k: View::of(k, &keys, &(0..kv.len())),
                     v: View::of(v, &keys, &(0..kv.len())),
@@ -144,7 +147,7 @@ fn staged(plan: &ShardPlan, builder: &mut Builder, cell: Cell) -> [Buffer; 2] {
     let problem = plan.problem();
     [problem.head_dim, problem.head_dim_v].map(|dim| {
         builder.scratch(Shape {
-            batch: problem.lengths.sequences(),
+            batch: check::k_shape(problem)[0],
             rows: plan.keys().len(),
             heads: problem.heads_kv / plan.stages(),
             dim,
@@ -172,6 +175,8 @@ struct Returns {
     sums: Vec<[Buffer; 2]>,
     /// For each other rank its sums over the rank's own keys.
     received: Vec<(usize, [Buffer; 2])>,
+    /// The gradient of the sinks over each of the rank's ranges of queries, and of all.
+    dsinks: Option<(Vec<Buffer>, Buffer)>,
 }
 
 impl Gather<'_> {
@@ -189,7 +194,20 @@ impl Gather<'_> {
             })
         };
         let received = others(plan, self.rank).map(|(_, last)| (last, own(builder))).collect();
-        Returns { parts, sums, received }
+        let dsinks = plan.problem().score.sinks.then(|| {
+            let shape = builder.shape(Buffer::Dsinks);
+            // Sums are of whole vectors.
+            let heads = shape.heads.next_multiple_of(8);
+            let parts = (0..ranges).map(|_| {
+                let part = builder.scratch(Shape { heads, ..shape });
+                let to = builder.whole(part);
+                builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
+                part
+            });
+            let parts = parts.collect();
+            (parts, builder.scratch(Shape { heads, ..shape }))
+        });
+        Returns { parts, sums, received, dsinks }
     }
 
     fn backward(&mut self, stage: usize, returns: &Returns) {
@@ -198,16 +216,21 @@ impl Gather<'_> {
         let (heads, kv) = plan.stage_heads(stage);
         let staged = 0..kv.len();
         let mut terms: [Vec<Term>; 2] = [Vec::new(), Vec::new()];
-        for ((placed, block), parts) in blocks(plan, self.rank).into_iter().zip(&returns.parts).rev() {
+        let parts = returns.parts.iter().enumerate();
+        for ((placed, block), (number, parts)) in blocks(plan, self.rank).into_iter().zip(parts).rev() {
             let all = placed.locals(&placed.range);
             let zero = |builder: &mut Builder, rows: &Range<usize>| {
                 let to = View::of(Buffer::Dq, rows, &heads);
                 builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
             };
-            let Some(Block { rows, keys, mask }) = block else {
+            let Some(block) = block else {
                 zero(builder, &all);
                 continue;
             };
+            let part = plan.block_part(&block, &heads, kv.len());
+            let dsinks = returns.dsinks.as_ref();
+            let dsinks = dsinks.map(|(parts, _)| Box::new(View::of(parts[number], &(0..1), &heads)));
+            let Block { rows, keys, .. } = block;
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| zero(builder, rows));
             let of = |buffer| View::of(buffer, &own, &heads);
@@ -219,7 +242,8 @@ impl Gather<'_> {
             builder.push(
                 Lane::Compute,
                 Op::Backward {
-                    part: plan.part((rows.len(), keys.len()), &heads, kv.len(), mask),
+                    part,
+                    dsinks,
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(Buffer::Dq), keyed(parts[0]), keyed(parts[1])],
                 },
@@ -287,6 +311,14 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         gather.gather_ahead(stage);
         gather.backward(stage, &returns);
         gather.give_back(stage, &returns);
+    }
+    let builder = &mut gather.builder;
+    if let Some((parts, sum)) = &returns.dsinks {
+        let parts = parts.iter().map(|part| builder.whole(*part)).collect();
+        let whole = builder.whole(*sum);
+        builder.push(Lane::Compute, Op::Sum { parts, to: whole });
+        let to = builder.whole(Buffer::Dsinks);
+        builder.copy(Lane::Compute, View { buffer: *sum, ..to.clone() }, to);
     }
     gather.builder.finish()
 }

@@ -102,6 +102,9 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     if plan.world() > 1 {
         ring.fetch(1);
     }
+    // A single part is the result, unless sinks join it.
+    let sinks = plan.problem().score.sinks;
+    let is_result = count == 1 && !sinks;
     let mut parts = Vec::new();
     for (step, calls) in by_step.into_iter().enumerate() {
         if step > 0 && step + 1 < plan.world() {
@@ -109,10 +112,9 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
         }
         let [k, v] = ring.at(step);
         for Call { rows: own, keys, mask } in calls {
-            // A single part is the result.
-            let [out, lse] = match count {
-                1 => [Buffer::Out, Buffer::Lse],
-                _ => [ring.like(Buffer::Out, Cell::Own), ring.like(Buffer::Lse, Cell::F32)],
+            let [out, lse] = match is_result {
+                true => [Buffer::Out, Buffer::Lse],
+                false => [ring.like(Buffer::Out, Cell::Own), ring.like(Buffer::Lse, Cell::F32)],
             };
             let to = View::of(lse, &own, &heads);
             let packed = ring.packed.of(&mut ring.builder, &to);
@@ -131,9 +133,9 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
                 ring.builder.copy(Lane::Compute, packed, to);
             }
             for unseen in outside(&rows, &own) {
-                match count {
-                    1 => nothing(&mut ring.builder, &unseen, &heads),
-                    _ => {
+                match is_result {
+                    true => nothing(&mut ring.builder, &unseen, &heads),
+                    false => {
                         let to = View::of(lse, &unseen, &heads);
                         ring.builder.push(Lane::Compute, Op::Nothing { to });
                     }
@@ -144,10 +146,10 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     }
     match count {
         0 => nothing(&mut ring.builder, &rows, &heads),
-        1 => {}
+        _ if is_result => {}
         _ => {
             let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| ring.builder.whole(buffer));
-            ring.builder.push(Lane::Compute, Op::Merge { parts, out, lse });
+            ring.builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks });
         }
     }
     ring.builder.finish()
@@ -208,6 +210,7 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
                     part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
+                    dsinks: None,
                 },
             );
             // Sums are of one type.

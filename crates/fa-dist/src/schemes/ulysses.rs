@@ -170,8 +170,7 @@ impl<'a> Ulysses<'a> {
 
     fn part(&self, stage: usize) -> Part {
         let (q, kv) = heads(self.plan, self.rank, stage);
-        let problem = self.plan.problem();
-        self.plan.part_of(problem.lengths, &q, kv.len(), problem.mask)
+        self.plan.heads_part(&q, kv.len())
     }
 }
 
@@ -209,9 +208,18 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     let results = results.map(|(own, is_kv)| turn.turned(own, is_kv));
     let [inputs_at, results_at] = [inputs.each_ref().to_vec(), results.each_ref().to_vec()];
     turn.turn(&inputs_at);
+    let has_sinks = plan.problem().score.sinks;
+    if has_sinks {
+        // Those of the other ranks' heads.
+        let to = turn.builder.whole(Buffer::Dsinks);
+        turn.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
+    }
     for stage in 0..plan.stages() {
+        let part = turn.part(stage);
+        let dsinks = has_sinks.then(|| Box::new(View::of(Buffer::Dsinks, &(0..1), &part.heads)));
         let op = Op::Backward {
-            part: turn.part(stage),
+            part,
+            dsinks,
             inputs: inputs.each_ref().map(|turned| turn.all(turned, stage)),
             outputs: results.each_ref().map(|turned| turn.all(turned, stage)),
         };

@@ -122,7 +122,7 @@ impl Rank {
                     }
                 }
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv] } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv], dsinks } => {
                 let group = part.problem.group_size();
                 let (rows, keys) = (q.rows.len(), k.rows.len());
                 let mut over_queries: HashMap<(usize, usize), BTreeSet<(usize, usize)>> = HashMap::new();
@@ -132,6 +132,14 @@ impl Rank {
                         let query = self.row(at(q), Buffer::Q);
                         for (view, buffer) in [(out, Buffer::Out), (lse, Buffer::Lse), (dout, Buffer::Dout)] {
                             assert_eq!(self.row(at(view), buffer), query);
+                        }
+                        if let Some(view) = dsinks {
+                            let at = (view.buffer, 0, view.heads.start + h);
+                            assert_eq!((view.rows.clone(), query.1), (0..1, part.heads.start + h));
+                            // The call writes its heads in full.
+                            let known = if i == 0 { Held::Empty } else { self.get(at) };
+                            let own = Held::OverQueries(Buffer::Dsinks, 0, query.1, BTreeSet::from([query]));
+                            self.set(at, add(known, own));
                         }
                         let mut seen = BTreeSet::new();
                         for j in part.problem.mask.keys(i, rows, keys) {
@@ -165,7 +173,7 @@ impl Rank {
                     }
                 }
             }
-            Op::Merge { parts, out, lse } => {
+            Op::Merge { parts, out, lse, .. } => {
                 for (index, to) in [out, lse].into_iter().enumerate() {
                     for (number, target) in places(to).collect::<Vec<_>>().into_iter().enumerate() {
                         let mut sum = Held::Empty;
@@ -269,7 +277,16 @@ fn check(plan: &ShardPlan, pass: Pass) {
     let problem = plan.problem();
     let (queries, keys) = (plan.queries().len(), plan.keys().len());
     let mask = problem.mask;
-    for (r, rank) in execute(plan, pass).into_iter().enumerate() {
+    let ranks = execute(plan, pass);
+    if problem.score.sinks && pass.is_backward() {
+        for head in 0..problem.heads_q {
+            let all =
+                ranks.iter().fold(Held::Empty, |all, rank| add(all, rank.get((Buffer::Dsinks, 0, head))));
+            let rows = (0..queries).map(|row| (row, head)).collect();
+            assert_eq!(all, Held::OverQueries(Buffer::Dsinks, 0, head, rows), "{plan:?}");
+        }
+    }
+    for (r, rank) in ranks.into_iter().enumerate() {
         let own = if plan.scheme() == Scheme::Decode { 0 } else { r };
         let over_keys: &[Buffer] =
             if pass.is_backward() { &[Buffer::Dq] } else { &[Buffer::Out, Buffer::Lse] };
@@ -401,6 +418,30 @@ fn stages_and_grouped_heads_move_the_same_bytes() {
         let plan = ShardPlan::new(&problem, world, Scheme::Ulysses, Layout::Zigzag).unwrap();
         check(&plan.clone().with_stages(stages).unwrap(), Pass::Forward);
         check(&plan.with_stages(stages).unwrap(), Pass::BACKWARD);
+    }
+}
+
+#[test]
+fn ranks_gradients_of_sinks_are_over_each_row_once() {
+    for world in [1, 2, 3, 4] {
+        for (len, heads, mask) in [
+            (26, (8, 4), Mask::CAUSAL),
+            (26, (4, 2), Mask::FULL),
+            (3, (4, 4), Mask::CAUSAL),
+            (20, (12, 12), Mask::causal_window(5)),
+        ] {
+            let problem = problem(1, (len, len), heads, mask);
+            let sinks = problem.with_score(problem.score.with_sinks(true));
+            let all = plans(&sinks, world);
+            assert!(all.len() >= 2);
+            for plan in all {
+                check(&plan, Pass::Forward);
+                if plan.scheme() != Scheme::Ring {
+                    check(&plan, Pass::BACKWARD);
+                    (0..world).for_each(|rank| check_waits(&plan.program(rank, Pass::BACKWARD).unwrap()));
+                }
+            }
+        }
     }
 }
 

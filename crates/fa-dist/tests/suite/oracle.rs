@@ -44,6 +44,7 @@ pub(crate) struct Results<T> {
     pub out: Vec<T>,
     pub lse: Vec<f32>,
     pub gradients: [Vec<T>; 3],
+    pub dsinks: Vec<f32>,
 }
 
 fn view<T>(values: &[T], shape: [usize; 4]) -> TensorRef<'_, T> {
@@ -74,8 +75,13 @@ fn gather<T: Clone>(
     }
 }
 
-/// One rank's results: O, LSE, dQ, dK, dV.
-type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3]);
+/// One rank's results: O, LSE, dQ, dK, dV, and the gradient of the sinks.
+type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>);
+
+/// Whether a plan has gradients.
+fn has_gradients(plan: &ShardPlan) -> bool {
+    plan.program(0, Pass::BACKWARD).is_ok()
+}
 
 pub(crate) fn rank<T: Wire + Default>(
     plan: &ShardPlan,
@@ -103,14 +109,15 @@ pub(crate) fn rank<T: Wire + Default>(
     let mut lse = vec![0.0; shapes[0][0] * shapes[0][2] * shards[0].rows(queries)];
     own.forward([q, k, v], &mut view_mut(&mut out, local_shape[3]), &mut lse, extras)?;
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); local[i].len()]);
-    if plan.scheme() != Scheme::Decode && !problem.score.sinks {
+    let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
+    if has_gradients(plan) {
         let given = BackwardInputs { q, k, v, out: view(&out, local_shape[3]), lse: &lse, dout };
         let [dq, dk, dv] = &mut gradients;
         let mut to =
             [view_mut(dq, local_shape[0]), view_mut(dk, local_shape[1]), view_mut(dv, local_shape[2])];
-        own.backward(&given, to.each_mut(), extras)?;
+        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), extras)?;
     }
-    Ok((out, lse, gradients))
+    Ok((out, lse, gradients, dsinks))
 }
 
 /// Runs a plan on threads and puts the results together.
@@ -136,13 +143,15 @@ pub(crate) fn run<T: Wire + Default>(
         out: empty(3),
         lse: vec![0.0; batch * heads * rows],
         gradients: [empty(0), empty(1), empty(2)],
+        dsinks: vec![0.0; if problem.score.sinks { heads } else { 0 }],
     };
     for (r, own) in ranks.into_iter().enumerate() {
-        let (out, lse, gradients) = own.unwrap_or_else(|error| panic!("rank {r}: {error}"));
+        let (out, lse, gradients, dsinks) = own.unwrap_or_else(|error| panic!("rank {r}: {error}"));
         if plan.scheme() == Scheme::Decode {
             (all.out, all.lse) = (out, lse);
             continue;
         }
+        all.dsinks.iter_mut().zip(dsinks).for_each(|(sum, own)| *sum += own);
         gather(plan.queries(), r, &out, shapes[3], &mut all.out);
         // LSE has a row for each head: as a tensor of one head and `batch * heads` sequences.
         gather(plan.queries(), r, &lse, [batch * heads, rows, 1, 1], &mut all.lse);
@@ -170,15 +179,20 @@ fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extr
     let given = BackwardInputs { q, k, v, out: view(&out, shapes[3]), lse: &lse, dout };
     let [dq, dk, dv] = &mut gradients;
     let [dq, dk, dv] = &mut [view_mut(dq, shapes[0]), view_mut(dk, shapes[1]), view_mut(dv, shapes[2])];
-    tiled::backward_extras(Default::default(), problem, extras, &given, dq, dk, dv, None).unwrap();
-    Results { out, lse, gradients }
+    let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
+    let own = problem.score.sinks.then_some(dsinks.as_mut_slice());
+    tiled::backward_extras(Default::default(), problem, extras, &given, dq, dk, dv, own).unwrap();
+    Results { out, lse, gradients, dsinks }
 }
 
 /// Ranks are as near to the oracle as one process is: within the tolerance of one kernel.
 fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: Order) -> Results<T> {
     let problem = plan.problem();
     let inputs = inputs::<T>(problem);
-    let found = run(plan, &MemoryOptions::default(), order, &inputs, extras);
+    // What the plan knows no call gives.
+    let starts = if plan.starts().is_some() { None } else { extras.cu_seqlens_q };
+    let of_ranks = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..*extras };
+    let found = run(plan, &MemoryOptions::default(), order, &inputs, &of_ranks);
     let shapes = [
         check::q_shape(problem),
         check::k_shape(problem),
@@ -202,8 +216,13 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
         let near = f64::from(*own) == *exact || (f64::from(*own) - exact).abs() < 2e-5 * (1.0 + exact.abs());
         assert!(near, "{name}: LSE {own} is not {exact}");
     }
-    if plan.scheme() != Scheme::Decode && !problem.score.sinks {
+    if has_gradients(plan) {
         let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
+        for (own, exact) in found.dsinks.iter().zip(&exact.dsinks) {
+            let near = (f64::from(*own) - exact).abs() < 1e-4 * (1.0 + exact.abs());
+            assert!(near, "{name}: dsinks {own} is not {exact}");
+        }
+        assert_eq!(found.dsinks.len(), exact.dsinks.len(), "{name}");
         for (i, exact) in [exact.dq, exact.dk, exact.dv].iter().enumerate() {
             judge(["dq", "dk", "dv"][i], shapes[i], &found.gradients[i], exact, &one.gradients[i]);
         }
@@ -315,11 +334,78 @@ fn ulysses_takes_packed_sequences() {
     let latent = latent.with_softmax_scale(Some(0.2));
     let refused = ShardPlan::new(&latent, 2, Scheme::Decode, Layout::Contiguous).unwrap_err().to_string();
     assert!(refused.contains("does not compute latent problems"), "{refused}");
-    let refused = ShardPlan::new(&packed, 2, Scheme::Ring, Layout::Zigzag).unwrap_err().to_string();
-    assert!(
-        refused.contains("ring over 2 ranks does not compute packed sequences: use ulysses"),
-        "{refused}"
-    );
+    for (scheme, part) in [
+        (Scheme::Ring, "ring over 2 ranks does not compute packed sequences: use gather or ulysses"),
+        (Scheme::Gather, "packed sequences of unknown starts: use ShardPlan::packed, or ulysses"),
+    ] {
+        let refused = ShardPlan::new(&packed, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(refused.contains(part), "{refused}");
+    }
+}
+
+#[test]
+fn packed_sequences_are_dealt_as_one() {
+    let slopes = [0.5, 0.25, 0.125, 0.0625];
+    for starts in [&[0, 5, 5, 30, 41][..], &[0, 41], &[0, 1, 2, 41], &[0, 20, 41, 41], &[0, 0, 0]] {
+        let total = starts[starts.len() - 1] as usize;
+        let longest = starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap();
+        let extras = Extras { cu_seqlens_q: Some(starts), cu_seqlens_k: Some(starts), ..Extras::NONE };
+        for mask in [Mask::CAUSAL, Mask::FULL, Mask::causal_window(7)] {
+            let one = problem(1, (total, total), (4, 2), mask);
+            let lengths = Lengths::packed(starts.len() - 1, total, total, longest, longest);
+            let packed = one.with_lengths(lengths);
+            let alibi = packed.with_score(one.score.with_alibi(Some(fa_core::Alibi::PerHead)));
+            let sinks = packed.with_score(one.score.with_sinks(true));
+            let of_slopes = Extras { alibi_slopes: Some(&slopes), ..extras };
+            let of_sinks = Extras { sinks: Some(&slopes), ..extras };
+            for (problem, extras) in [(packed, extras), (alibi, of_slopes), (sinks, of_sinks)] {
+                for (scheme, layout) in [
+                    (Scheme::Gather, Layout::Zigzag),
+                    (Scheme::Gather, Layout::Contiguous),
+                    (Scheme::Ulysses, Layout::Contiguous),
+                ] {
+                    for world in [1, 2, 3, 4] {
+                        let is_refused = scheme == Scheme::Ulysses && world == 3
+                            || problem.score.alibi.is_some()
+                                && mask == Mask::FULL
+                                && scheme == Scheme::Gather;
+                        match ShardPlan::packed(&problem, starts, world, scheme, layout) {
+                            Ok(plan) => {
+                                assert!(!is_refused);
+                                check_plan::<f32>(&plan.with_tiles(1, 4), &extras, Order::Seeded(3));
+                            }
+                            Err(error) => assert!(is_refused, "{error}"),
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn packed_sequences_that_contradict_themselves_are_refused() {
+    let square = problem(1, (41, 41), (4, 2), Mask::CAUSAL);
+    let packed = square.with_lengths(Lengths::packed(3, 41, 41, 25, 25));
+    let plan = |problem: &Problem, starts: &[i32], scheme| {
+        ShardPlan::packed(problem, starts, 2, scheme, Layout::Zigzag).map(drop).unwrap_err().to_string()
+    };
+    for starts in [&[0, 5, 30][..], &[0, 5, 30, 40], &[0, 30, 5, 41], &[1, 5, 30, 41], &[0, 5, 35, 41]] {
+        let refused = plan(&packed, starts, Scheme::Gather);
+        let part = "the plan needs 4 values that ascend from 0 to the 41 rows, by at most 25";
+        assert!(refused.contains(&format!("starts is {starts:?}, {part}")), "{refused}");
+    }
+    let starts = [0, 5, 30, 41];
+    assert!(plan(&square, &starts, Scheme::Gather).contains("packed queries and keys"));
+    assert!(plan(&packed, &starts, Scheme::Ring).contains("packed sequences: use gather or ulysses"));
+    let window = packed.with_mask(Mask::window(3, 3));
+    assert!(plan(&window, &starts, Scheme::Gather).contains("use ulysses, or a causal or full mask"));
+    let given = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };
+    let known = ShardPlan::packed(&packed, &starts, 1, Scheme::Gather, Layout::Zigzag).unwrap();
+    let inputs = inputs::<f32>(&packed);
+    let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+    let refused = rank(&known, alone, Order::Listed, &inputs, &given).unwrap_err().to_string();
+    assert!(refused.contains("cu_seqlens of a call: leave them out"), "{refused}");
 }
 
 #[test]
@@ -334,10 +420,30 @@ fn slopes_and_sinks_go_with_their_heads() {
     let sinks = square.with_score(square.score.with_sinks(true));
     let extras = Extras { sinks: Some(&slopes), ..Extras::NONE };
     plans(&sinks, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
-    let refused = plans(&sinks, 2)[0].program(0, Pass::BACKWARD).unwrap_err().to_string();
-    assert!(refused.contains("gradients of sinks"), "{refused}");
-    let ring = ShardPlan::new(&sinks, 2, Scheme::Ring, Layout::Zigzag).unwrap_err().to_string();
-    assert!(ring.contains("sinks: use gather or ulysses"), "{ring}");
+    for world in [1, 3, 4] {
+        for mask in [Mask::FULL, Mask::causal_window(3), Mask::CAUSAL] {
+            let sinks = sinks.with_mask(mask);
+            plans(&sinks, world)
+                .iter()
+                .for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
+        }
+        let decode = sinks.with_lengths(Lengths::uniform(1, 2, 40));
+        let decode = ShardPlan::new(&decode, world, Scheme::Decode, Layout::Contiguous).unwrap();
+        check_plan::<f32>(&decode, &extras, Order::Listed);
+    }
+    let ring = ShardPlan::new(&sinks, 2, Scheme::Ring, Layout::Zigzag).unwrap();
+    let refused = ring.program(0, Pass::BACKWARD).unwrap_err().to_string();
+    assert!(refused.contains("gradients of sinks: use gather or ulysses"), "{refused}");
+    let unseen = sinks.with_mask(Mask::CAUSAL.with_offset(-2));
+    for scheme in [Scheme::Gather, Scheme::Ring] {
+        let refused = ShardPlan::new(&unseen, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(refused.contains("sinks where queries see no key: use ulysses"), "{refused}");
+    }
+    plans(&unseen, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
+    let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap();
+    let dropped = square.with_score(dropped.of(square.score).unwrap());
+    let refused = ShardPlan::new(&dropped, 2, Scheme::Gather, Layout::Zigzag).unwrap_err().to_string();
+    assert!(refused.contains("dropout: leave it out, or use one GPU"), "{refused}");
     let program = fa_core::program::Program::parse("mask = (q - k) % 4 == 0;").unwrap().intern().unwrap();
     let own = square.with_score(square.score.with_program(Some(program)));
     for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {

@@ -118,7 +118,7 @@ fn passes(
         let out = TensorRef::packed("out", &to.out, tensors.shapes[3], TensorLayout::Bshd)?;
         let given = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
         let (mut dq, mut dk) = (view_mut(dq, tensors.shapes[0])?, view_mut(dk, tensors.shapes[1])?);
-        own.backward(&given, [&mut dq, &mut dk, &mut view_mut(dv, tensors.shapes[2])?], &Extras::NONE)?;
+        own.backward(&given, [&mut dq, &mut dk, &mut view_mut(dv, tensors.shapes[2])?], None, &Extras::NONE)?;
     }
     Ok(to)
 }

@@ -146,6 +146,9 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
     let machine = Machine { arch: gpu.arch(), link: Link::NVLINK };
     if is_measured {
         plan = staged(&plan, &passes, machine)?;
+    } else if let Some(staged) = [8, 4, 2].into_iter().find_map(|n| plan.clone().with_stages(n).ok()) {
+        // Checks transfer heads in as many parts as there can be.
+        plan = staged;
     }
     let bound = one_gpu(&gpu, &plan, Pass::Forward)?;
     let bound_backward = pass.map(|pass| one_gpu(&gpu, &plan, pass)).transpose()?;
