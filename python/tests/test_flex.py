@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fa_attn  # noqa: E402
+import fa_attn.flex  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
@@ -133,6 +134,32 @@ def test_batches_of_one_scales_and_combinators():
         fa_attn.flex.or_masks(fa_attn.flex.and_masks(causal, documents), by_batch_and_head), B, H, L, S
     )
     assert ours.program == mask.program
+
+
+AT_ZERO = [
+    *(
+        getattr(F, name)
+        for name in "relu relu6 hardtanh hardswish softplus logsigmoid mish gelu silu".split()
+    ),
+    *(getattr(F, name) for name in "elu selu celu leaky_relu softsign tanhshrink".split()),
+    *(torch.erf, torch.atan, torch.asin, torch.asinh, torch.abs),
+    lambda score: torch.logaddexp(score, -2 * score),
+    lambda score: torch.xlogy(score, score + 2),
+    lambda score: torch.atan2(score, torch.ones_like(score)),
+]
+
+
+@pytest.mark.parametrize("function", AT_ZERO, ids=lambda function: function.__name__)
+def test_scores_of_exactly_0_have_torchs_derivatives(function):
+    """As rows of zeros, which paddings are, have."""
+    (k, v), (true_k, true_v) = inputs((1, 1, 5, D), (1, 1, 5, D))
+    q, true_q = torch.zeros(1, 1, 3, D).requires_grad_(), torch.zeros(1, 1, 3, D).double().requires_grad_()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return function(score)
+
+    own, true = (q, k, v), (true_q, true_k, true_v)
+    same(flex_attention(*own, score_mod, return_lse=True), formula(*true, score_mod), own, true)
 
 
 def test_captured_scalars_learn():
@@ -278,3 +305,12 @@ def test_compiled_flex_has_no_break_with_a_block_mask():
     torch.testing.assert_close(out, want)
     for x, y in zip(*(torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, want))):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    "mod", [causal, by_batch_and_head, alibi, lambda s, b, h, q, k: s.where(q < k, -math.inf)]
+)
+def test_a_dense_mask_is_torchs(mod):
+    sizes = (B, H, L, S) if mod is not causal else (None, None, L, S)
+    made, want = (module.create_mask(mod, *sizes, device="cpu") for module in (fa_attn.flex, flex))
+    assert torch.equal(made, want) and made.dtype == torch.bool
