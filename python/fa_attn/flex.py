@@ -502,11 +502,9 @@ def scaled_dot_product_attention(
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
     with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
     probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
-    the top left. A query that sees no key gives 0.
+    the top left, and hides keys beside those that `attn_mask` hides. A query that sees no key gives 0.
     """
     is_causal = flag("is_causal", is_causal)
-    if is_causal and attn_mask is not None:
-        raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
     alignment = _TOP_LEFT if is_causal else None

@@ -136,6 +136,20 @@ def test_batches_of_one_scales_and_combinators():
     assert ours.program == mask.program
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lengths", [(L, S), (S, L), (L, L)])
+def test_a_mask_beside_is_causal_hides_more(lengths, bias):
+    (q, k, v), _ = own, true = inputs(*((B, H, length, D) for length in (lengths[0], lengths[1], lengths[1])))
+    mask = draw(H, *lengths) if bias else draw(B, 1, *lengths) > -0.7
+    out = fa_attn.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    seen = torch.ones(lengths, dtype=torch.bool).tril()
+    if bias:
+        want = formula(*true, lambda s, b, h, i, j: s + mask.double(), seen)
+    else:
+        want = formula(*true, None, mask & seen)
+    same((out,), want[:1], own, true)
+
+
 AT_ZERO = [
     *(
         getattr(F, name)
@@ -282,10 +296,6 @@ def test_what_torch_refuses_or_nothing_computes_is_an_error():
         (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
         (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=1.5), "dropout_p is 1.5"),
-        (
-            lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True),
-            "is_causal",
-        ),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1)), "along keys"),
         (lambda: fa_attn.triangle_attention(q[None], k[None], v[None], draw(1, 1, H, L, L)), "bias"),
     ]
