@@ -23,6 +23,7 @@ from ._modifications import Extents, Modifications, modifications, of_program
 from ._options import call_options
 from ._programs import Program, takes
 from ._torch_programs import leave_out_of_graphs
+from .interface import flash_attn_varlen_func
 from .torch import attention
 
 __all__ = [
@@ -502,16 +503,57 @@ def scaled_dot_product_attention(
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
     with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
     probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
-    the top left, and hides keys beside those that `attn_mask` hides. A query that sees no key gives 0.
+    the top left, and hides keys beside those that `attn_mask` hides. Nested tensors (batch, heads, rows of
+    each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask. A query that sees no key gives 0.
     """
     is_causal = flag("is_causal", is_causal)
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
+        return _of_jagged(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, flag("enable_gqa", enable_gqa)
+        )
     alignment = _TOP_LEFT if is_causal else None
     if isinstance(attn_mask, CausalBias):
         alignment, attn_mask = _alignment_of(attn_mask, (query.shape[-2], key.shape[-2])), None
     options = dropout_p, alignment, scale, flag("enable_gqa", enable_gqa)
     return _scaled(query, key, value, attn_mask, *options)
+
+
+def _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """The same of nested tensors, whose values are packed rows."""
+    if attn_mask is not None:
+        raise UnsupportedError("attn_mask beside nested tensors: give is_causal, or pad the sequences")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        # Their parts are known by private names alone.
+        is_jagged = isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.jagged
+        if not is_jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
+            raise UnsupportedError(
+                f"{name} beside nested tensors: all three are nested tensors of layout=torch.jagged, (batch, "
+                "heads, rows, head_dim), that are contiguous but for the order of heads and rows"
+            )
+    if key.shape[2] != value.shape[2]:
+        raise InputError("value has other lengths than key: give both the same offsets")
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            "is_causal of nested tensors whose query and key have offsets of their own: they are aligned at "
+            "the top left where both have the same, or give their values() to flash_attn_varlen_func, which "
+            "aligns at the bottom right"
+        )
+    heads, heads_kv = query.shape[1], key.shape[1]
+    if heads != heads_kv and not enable_gqa:
+        raise InputError(
+            f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
+        )
+    out = flash_attn_varlen_func(
+        *(x.transpose(1, 2).values() for x in (query, key, value)),
+        *(x.offsets().int() for x in (query, key)),
+        *(x._get_max_seqlen() for x in (query, key)),
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
+    )
+    return torch.nested.nested_tensor_from_jagged(out, query.offsets()).transpose(1, 2)
 
 
 # Where a causal mask begins, or ends.

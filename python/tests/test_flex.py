@@ -324,3 +324,41 @@ def test_a_dense_mask_is_torchs(mod):
     sizes = (B, H, L, S) if mod is not causal else (None, None, L, S)
     made, want = (module.create_mask(mod, *sizes, device="cpu") for module in (fa_attn.flex, flex))
     assert torch.equal(made, want) and made.dtype == torch.bool
+
+
+@pytest.mark.parametrize("heads_kv", [H, HK])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_tensors_are_packed_rows(heads_kv, causal):
+    lengths = (3, 7, 1)
+    own = [[draw(n, heads, D).requires_grad_() for n in lengths] for heads in (H, heads_kv, heads_kv)]
+    offsets = torch.tensor([0, 3, 10, 11])
+    q, k, v = (torch.nested.nested_tensor_from_jagged(torch.cat(x), offsets).transpose(1, 2) for x in own)
+    out = fa_attn.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads_kv != H)
+    assert out.shape == q.shape and out.layout == torch.jagged
+    for at, part in enumerate(out.unbind()):
+        mine = [x[at] for x in own]
+        true = [x.detach().double().requires_grad_() for x in mine]
+        rows = lengths[at]
+        seen = torch.ones(rows, rows, dtype=torch.bool).tril() if causal else None
+        want = formula(*(x.transpose(0, 1)[None] for x in true), None, seen)[0][0]
+        torch.testing.assert_close(part.double(), want, atol=2e-5, rtol=1e-4)
+        dout = draw(*part.shape)
+        made = torch.autograd.grad(part, mine, dout, retain_graph=True)
+        for x, y in zip(made, torch.autograd.grad(want, true, dout.double())):
+            torch.testing.assert_close(x.double(), y, atol=2e-4, rtol=1e-4)
+
+
+def test_nested_tensors_that_are_not_computed_are_errors():
+    one = torch.nested.nested_tensor([draw(3, H, D), draw(5, H, D)], layout=torch.jagged).transpose(1, 2)
+    other = torch.nested.nested_tensor([draw(4, H, D), draw(4, H, D)], layout=torch.jagged).transpose(1, 2)
+    strided = torch.nested.nested_tensor([draw(H, 3, D), draw(H, 5, D)])
+    wrong = [
+        (lambda: fa_attn.scaled_dot_product_attention(strided, strided, strided), "layout=torch.jagged"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, draw(2, H, 5, D), one), "key beside nested"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, one, one, torch.ones(5, 5)), "attn_mask beside"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, other, other, is_causal=True), "is_causal"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, one, other), "value has other lengths"),
+    ]
+    for call, message in wrong:
+        with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
+            call()
