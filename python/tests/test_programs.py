@@ -296,6 +296,7 @@ SCORES = {
     ),
     "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
+    "numpy's shape": lambda s, b, h, q, k: s + len(np.shape(s)) + np.ndim(q),
     "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),
 }
 
