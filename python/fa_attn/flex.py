@@ -118,8 +118,8 @@ class BlockMask:
     keys say the same again and are not read.
     """
 
-    # Of lists, 0 for a block without keys, 1 for one where mask_mod says, 2 for one with all keys, uint8 (B or
-    # 1, H or 1, blocks of queries, blocks of keys).
+    # Of lists, 0 for a block without keys, 1 for one where mask_mod says, 2 for one with all keys, uint8 (B
+    # or 1, H or 1, blocks of queries, blocks of keys).
     states: Optional[torch.Tensor]
 
     def __init__(
@@ -504,7 +504,8 @@ def scaled_dot_product_attention(
     with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
     probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
     the top left, and hides keys beside those that `attn_mask` hides. Nested tensors (batch, heads, rows of
-    each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask. A query that sees no key gives 0.
+    each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask.
+    A query that sees no key gives 0.
     """
     is_causal = flag("is_causal", is_causal)
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
