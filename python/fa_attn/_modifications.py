@@ -97,10 +97,6 @@ def broadcast(name: str, array: Any, extents: Optional[Extents]) -> Any:
         raise InputTypeError(
             f"{name} is a CausalBias of torch, which has no elements: give causal=True, or a mask_mod"
         )
-    if type(array).__name__ == "CausalBias":
-        raise InputTypeError(
-            f"{name} is a CausalBias of torch, which has no elements: give causal=True, or a mask_mod"
-        )
     if len(shape) > 4:
         raise InputError(
             f"{name} has the shape {shape}: it must be broadcast to (batch, heads, queries, keys)"

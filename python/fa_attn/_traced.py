@@ -193,6 +193,9 @@ class Traced:
         return self.recorder.operate(function.__name__, arguments, options)
 
     def __array_function__(self, function, kinds, arguments, options):
+        if function.__name__ in ("shape", "ndim"):
+            # Jax asks where torch is loaded, too, before it refuses the type.
+            return getattr(self, function.__name__)
         return self.recorder.operate(function.__name__, arguments, options)
 
     def _known(self):

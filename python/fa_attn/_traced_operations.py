@@ -103,7 +103,6 @@ _function("rsqrt(X)", "rsqrt")
 _function("1.0 / X", "reciprocal")
 _function("sin(X)", "sin")
 _function("cos(X)", "cos")
-_function("max(X, 0.0) + log(1.0 + exp(-abs(X)))", "softplus")
 _function("X * sigmoid(X)", "silu")
 _function("(exp(X) - exp(-X)) * 0.5", "sinh")
 _function("(exp(X) + exp(-X)) * 0.5", "cosh")
@@ -120,7 +119,9 @@ def _neg(recorder, x):
     return recorder.line(f"-{x.name}", x.kind, x)
 
 
-@_named("pos", "positive", "clone", "detach", "contiguous", "squeeze", "view", "reshape")
+@_named(
+    "pos", "positive", "clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten"
+)
 def _same(recorder, x, *_):
     return x
 
@@ -318,12 +319,17 @@ def _clamp_max(recorder, x, max):
 
 @_named("relu")
 def _relu(recorder, x, inplace=False):
-    return _clamp(recorder, x, low=0)
+    """Without a derivative at 0, unlike a maximum."""
+    zero = recorder.converted(recorder.operand(0), x.kind).name
+    text = f"select({zero} < {x.name}, {x.name}, {zero})"
+    return recorder.line(text, x.kind, x, is_natural=x.kind == "i32")
 
 
 @_named("hardtanh")
 def _hardtanh(recorder, x, min_val=-1.0, max_val=1.0, inplace=False):
-    return _clamp(recorder, x, low=min_val, high=max_val)
+    x, low, high = (recorder.converted(recorder.operand(one), "f32") for one in (x, min_val, max_val))
+    above = f"select({x.name} < {high.name}, {x.name}, {high.name})"
+    return recorder.line(f"select({x.name} <= {low.name}, {low.name}, {above})", "f32", x, low, high)
 
 
 @_named("leaky_relu")
@@ -335,7 +341,7 @@ def _leaky_relu(recorder, x, negative_slope=0.01, inplace=False):
 
 @_named("relu6")
 def _relu6(recorder, x, inplace=False):
-    return _clamp(recorder, recorder.converted(x, "f32"), low=0.0, high=6.0)
+    return _hardtanh(recorder, x, 0.0, 6.0)
 
 
 def _formula(takes, text, *names):
@@ -351,9 +357,12 @@ def _formula(takes, text, *names):
 
 _formula(1, "clamp({0} / 6.0 + 0.5, 0.0, 1.0)", "hardsigmoid")
 _formula(1, "{0} * clamp({0} / 6.0 + 0.5, 0.0, 1.0)", "hardswish")
-_formula(1, "min({0}, 0.0) - log(1.0 + exp(-abs({0})))", "log_sigmoid", "logsigmoid")
+# A side of 0 is selected, not taken by `abs`, so that 0 has the derivative of one.
+_SIZE = "select({0} < 0.0, -{0}, {0})"
+_formula(1, f"select({{0}} < 0.0, {{0}}, 0.0) - log(1.0 + exp(-{_SIZE}))", "log_sigmoid", "logsigmoid")
+_formula(1, f"{{0}} * tanh(max({{0}}, 0.0) + log(1.0 + exp(-{_SIZE})))", "mish")
 _formula(2, "sqrt({0} * {0} + {1} * {1})", "hypot")
-_formula(2, "select({0} == 0.0, 0.0, {0} * log({1}))", "xlogy")
+_formula(2, "select({0} == 0.0 and {1} <= 0.0, 0.0, {0} * log({1}))", "xlogy")
 _formula(2, "select({1} < 0.0, -abs({0}), abs({0}))", "copysign")
 _formula(
     1,
@@ -371,20 +380,108 @@ def _elu(recorder, x, alpha=1.0, inplace=False):
     return recorder.line(text, "f32", x, alpha)
 
 
+@_named("celu")
+def _celu(recorder, x, alpha=1.0, inplace=False):
+    x = recorder.converted(x, "f32")
+    alpha = recorder.converted(recorder.operand(alpha), "f32")
+    text = f"select(0.0 < {x.name}, {x.name}, {alpha.name} * (exp({x.name} / {alpha.name}) - 1.0))"
+    return recorder.line(text, "f32", x, alpha)
+
+
+@_named("softplus")
+def _softplus(recorder, x, beta=1.0, threshold=20.0):
+    x, beta, threshold = (recorder.converted(recorder.operand(one), "f32") for one in (x, beta, threshold))
+    times = recorder.line(f"{x.name} * {beta.name}", "f32", x, beta)
+    # Beyond the threshold the rest is lost in rounding, unless the threshold is a low one.
+    text = f"(max({times.name}, 0.0) + log(1.0 + exp(-{_SIZE.format(times.name)}))) / {beta.name}"
+    soft = recorder.line(text, "f32", times, beta)
+    text = f"select({threshold.name} < {times.name}, {x.name}, {soft.name})"
+    return recorder.line(text, "f32", x, times, threshold, soft)
+
+
+def _polynomial(name, factors):
+    """A polynomial without a constant, its factors from that of the first power on."""
+    text = float_text(factors[-1])
+    for factor in factors[-2::-1]:
+        text = f"({float_text(factor)} + {name} * {text})"
+    return f"{name} * {text}"
+
+
+# Of 1 - erf(x) = P(1 / (1 + 0.54 x)) exp(-x^2) with x >= 0: to 5e-8, and 2e-7 of the derivative.
+_ERF = (0.29347348, 0.40252262, -0.09049915, 0.81346788, -0.52248762, 0.10352278)
+# Of arctan(x) = x (1 + P(x^2)) with 0 <= x <= 1: to 2e-8, and as much of the derivative.
+_ATAN = (-0.3333264, 0.1998447, -0.1414537, 0.104315, -0.0708781, 0.03803923, -0.01333468, 0.002192129)
+
+
+@_named("erf", "special_erf")
+def _erf(recorder, x):
+    x = recorder.converted(x, "f32")
+    size = recorder.line(_SIZE.format(x.name), "f32", x)
+    inner = recorder.line(f"1.0 / (1.0 + 0.54 * {size.name})", "f32", size)
+    beyond = f"{_polynomial(inner.name, _ERF)} * exp(-{size.name} * {size.name})"
+    up = recorder.line(f"1.0 - {beyond}", "f32", inner, size)
+    return recorder.line(f"select({x.name} < 0.0, -{up.name}, {up.name})", "f32", x, up)
+
+
+@_named("erfc", "special_erfc")
+def _erfc(recorder, x):
+    return recorder.line(f"1.0 - {_erf(recorder, x).name}", "f32", x)
+
+
 @_named("gelu")
 def _gelu(recorder, x, approximate="none"):
-    if approximate != "tanh":
-        raise UnsupportedError("`gelu` is computed with approximate='tanh' in a mask or score function")
     x = recorder.converted(x, "f32")
-    inner = f"0.7978845608 * ({x.name} + 0.044715 * {x.name} * {x.name} * {x.name})"
-    return recorder.line(f"0.5 * {x.name} * (1.0 + tanh({inner}))", "f32", x)
+    if approximate == "none":
+        part = _erf(recorder, recorder.line(f"{x.name} * 0.7071067811865476", "f32", x))
+    elif approximate == "tanh":
+        inner = f"0.7978845608 * ({x.name} + 0.044715 * {x.name} * {x.name} * {x.name})"
+        part = recorder.line(f"tanh({inner})", "f32", x)
+    else:
+        raise InputError(f"`gelu` with approximate={approximate!r}: it is 'none' or 'tanh'")
+    return recorder.line(f"0.5 * {x.name} * (1.0 + {part.name})", "f32", x, part)
+
+
+@_named("atan", "arctan")
+def _atan(recorder, x):
+    x = recorder.converted(x, "f32")
+    size = recorder.line(_SIZE.format(x.name), "f32", x)
+    low = recorder.line(f"select(1.0 < {size.name}, 1.0 / {size.name}, {size.name})", "f32", size)
+    square = recorder.line(f"{low.name} * {low.name}", "f32", low)
+    near = recorder.line(f"{low.name} * (1.0 + {_polynomial(square.name, _ATAN)})", "f32", low, square)
+    up = recorder.line(
+        f"select(1.0 < {size.name}, 1.5707963267948966 - {near.name}, {near.name})", "f32", near
+    )
+    return recorder.line(f"select({x.name} < 0.0, -{up.name}, {up.name})", "f32", x, up)
+
+
+@_named("atan2", "arctan2")
+def _atan2(recorder, y, x):
+    y, x = (recorder.converted(one, "f32") for one in (y, x))
+    ratio = _atan(recorder, recorder.line(f"{y.name} / {x.name}", "f32", y, x))
+    turn = f"select({y.name} < 0.0, -3.141592653589793, 3.141592653589793)"
+    turned = f"{ratio.name} + select({x.name} < 0.0, {turn}, 0.0)"
+    # Of 0 and 0 there is no ratio.
+    return recorder.line(f"select({x.name} == 0.0 and {y.name} == 0.0, 0.0, {turned})", "f32", y, x, ratio)
+
+
+@_named("asin", "arcsin")
+def _asin(recorder, x):
+    x = recorder.converted(x, "f32")
+    ratio = recorder.line(f"{x.name} / sqrt((1.0 - {x.name}) * (1.0 + {x.name}))", "f32", x)
+    return _atan(recorder, ratio)
+
+
+@_named("acos", "arccos")
+def _acos(recorder, x):
+    return recorder.line(f"1.5707963267948966 - {_asin(recorder, x).name}", "f32", x)
 
 
 @_named("logaddexp")
 def _logaddexp(recorder, a, b):
     a, b = (recorder.converted(x, "f32") for x in (a, b))
-    text = f"max({a.name}, {b.name}) + log(1.0 + exp(-abs({a.name} - {b.name})))"
-    return recorder.line(text, "f32", a, b)
+    apart = recorder.line(f"{a.name} - {b.name}", "f32", a, b)
+    text = f"max({a.name}, {b.name}) + log(1.0 + exp(-{_SIZE.format(apart.name)}))"
+    return recorder.line(text, "f32", a, b, apart)
 
 
 @_named("where")
@@ -539,6 +636,22 @@ def _embedding(recorder, index, weight, padding_idx=None, max_norm=None, *_, **_
     return Indexed(recorder, weight)[index]
 
 
+@_named("index", "_unsafe_index")
+def _index(recorder, array, indices):
+    """What aten's operator takes: a list of indices, None for a whole axis."""
+    return Indexed(recorder, array)[tuple(slice(None) if one is None else one for one in indices)]
+
+
+@_named("index_select")
+def _index_select(recorder, array, dim, index):
+    at = dim.value if isinstance(dim, Traced) else dim
+    axes = len(array.shape)
+    if not -axes <= at < axes:
+        raise InputError(f"`index_select` along axis {at} of an array of {axes} axes")
+    array = array if isinstance(array, Indexed) else Indexed(recorder, array)
+    return array[(slice(None),) * (at % axes) + (index,)]
+
+
 @_named("take")
 def _take(recorder, array, index):
     if len(array.shape) != 1:
@@ -550,7 +663,6 @@ _formula(1, "sin({0}) / cos({0})", "tan")
 _formula(1, "sigmoid({0})", "special_expit")
 _formula(1, "{0} / (1.0 + abs({0}))", "softsign")
 _formula(1, "{0} - tanh({0})", "tanhshrink")
-_formula(1, "{0} * tanh(max({0}, 0.0) + log(1.0 + exp(-abs({0}))))", "mish")
 _formula(
     1,
     "1.0507009873554805 * select(0.0 < {0}, {0}, 1.6732632423543772 * (exp({0}) - 1.0))",

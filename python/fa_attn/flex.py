@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 from operator import and_, or_
-from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -21,16 +21,19 @@ from ._core import InputError, InputTypeError, UnsupportedError
 from ._dropout import dropping
 from ._modifications import Extents, Modifications, modifications, of_program
 from ._options import call_options
-from ._programs import Program
+from ._programs import Program, takes
 from ._torch_programs import leave_out_of_graphs
+from .interface import flash_attn_varlen_func
 from .torch import attention
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "and_masks",
     "create_block_mask",
+    "create_mask",
     "flex_attention",
     "noop_mask",
     "or_masks",
@@ -40,6 +43,10 @@ __all__ = [
 
 
 leave_out_of_graphs()
+
+
+# What `kernel_options` are, as torch's: none has an effect.
+FlexKernelOptions = Dict[str, Any]
 
 
 class AuxRequest(NamedTuple):
@@ -59,6 +66,30 @@ class AuxOutput(NamedTuple):
 def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """Every query sees every key."""
     return kv_idx >= 0
+
+
+def create_mask(
+    mod_fn: Callable[..., Any],
+    B: Optional[int],
+    H: Optional[int],
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+) -> torch.Tensor:
+    """The keys that a mask or score function shows, dense: bool (B or 1, H or 1, Q_LEN, KV_LEN)."""
+    lengths = (count("Q_LEN", Q_LEN), count("KV_LEN", KV_LEN))
+    sizes = (1 if B is None else count("B", B), 1 if H is None else count("H", H), *lengths)
+    device = torch.get_default_device() if device is None else device
+    mask = mod_fn
+    if takes(mod_fn, 5):
+
+        def mask(*indices):
+            return mod_fn(torch.zeros((), device=device), *indices) != -math.inf
+
+    for axis in reversed(range(4)):
+        mask = torch.vmap(mask, in_dims=tuple(0 if at == axis else None for at in range(4)))
+    with torch.no_grad():
+        return mask(*(torch.arange(size, device=device) for size in sizes)).bool()
 
 
 def and_masks(*masks: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,15 +113,41 @@ def _combined(operation, masks, neutral):
 class BlockMask:
     """A mask for `flex_attention`: `mask_mod` over (B, H, *seq_lengths), B and H None for any.
 
-    `states`: of lists made elsewhere, 0 for a block without keys, 1 for one where mask_mod says, 2 for one
-    with all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys). Without them nothing is listed:
-    kernels find the empty tiles of the program.
+    Made by `create_block_mask` nothing is listed: kernels find the empty tiles of the program. Of lists,
+    those of `from_kv_blocks` or of torch's constructor, exactly the blocks that are listed are seen; those by
+    keys say the same again and are not read.
     """
 
-    def __init__(self, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
+    # Of lists, 0 for a block without keys, 1 for one where mask_mod says, 2 for one with all keys, uint8 (B
+    # or 1, H or 1, blocks of queries, blocks of keys).
+    states: Optional[torch.Tensor]
+
+    def __init__(
+        self,
+        seq_lengths: Tuple[int, int],
+        kv_num_blocks: torch.Tensor,
+        kv_indices: torch.Tensor,
+        full_kv_num_blocks: Optional[torch.Tensor] = None,
+        full_kv_indices: Optional[torch.Tensor] = None,
+        q_num_blocks: Optional[torch.Tensor] = None,
+        q_indices: Optional[torch.Tensor] = None,
+        full_q_num_blocks: Optional[torch.Tensor] = None,
+        full_q_indices: Optional[torch.Tensor] = None,
+        BLOCK_SIZE: Union[int, Tuple[int, int]] = 128,
+        mask_mod: Optional[Callable[..., Any]] = None,
+    ):
+        lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        made = self._of_states(states_of(*lists), seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+        self.__dict__.update(made.__dict__)
+
+    @classmethod
+    def _of(cls, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
+        """A mask of its parts: `program` None where mask_mod is to be set."""
+        self = cls.__new__(cls)
         self._program, self._mask_mod, self.states = program, mask_mod, states
         self.batch, self.heads = batch, heads
         self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
+        return self
 
     @property
     def mask_mod(self) -> Any:
@@ -127,6 +184,17 @@ class BlockMask:
         sizes = (self.batch or 1, self.heads or 1)
         return torch.from_numpy(tiles_of(self.program, sizes, self.seq_lengths, self.BLOCK_SIZE))
 
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same mask for other lengths, those of its lists at most."""
+        lengths = (count("new_q_len", new_q_len), count("new_kv_len", new_kv_len))
+        if self.states is None:
+            return BlockMask._of(
+                self._program, self.batch, self.heads, lengths, self.BLOCK_SIZE, self._mask_mod
+            )
+        rows, columns = (-(-length // size) for length, size in zip(lengths, self.BLOCK_SIZE))
+        states = self.states[:, :, :rows, :columns]
+        return BlockMask._of_states(states, lengths, self.BLOCK_SIZE, self.mask_mod)
+
     def to_dense(self) -> torch.Tensor:
         """1 for the blocks that are computed, int32 (B or 1, H or 1, blocks of queries, blocks of keys)."""
         return (self._blocks() != 0).int()
@@ -136,10 +204,14 @@ class BlockMask:
         dense = self.to_dense()
         return 100.0 * (1.0 - dense.sum().item() / max(dense.numel(), 1))
 
-    def to_string(self, limit: int = 4) -> str:
-        """A picture of the first masks: a mark for each block, dark where all of it is seen."""
+    def to_string(self, grid_size: Any = (20, 20), limit: int = 4) -> str:
+        """A picture of the first masks: a mark for each block, or for several where there are more than
+        `grid_size` rows and columns (-1: as many as there are), dark where all of it is seen."""
         marks = {FULL: "\u2588\u2588", PARTIAL: "\u2591\u2591"}
-        blocks, pictures = self._blocks(), []
+        most = tuple(grid_size) if isinstance(grid_size, (tuple, list)) else (grid_size, grid_size)
+        if len(most) != 2 or any(not isinstance(size, int) or size == 0 or size < -1 for size in most):
+            raise InputError(f"grid_size is {grid_size}: rows and columns, -1 for as many as there are")
+        blocks, pictures = _merged(self._blocks(), most), []
         for at in range(min(count("limit", limit), blocks.shape[0] * blocks.shape[1])):
             b, h = divmod(at, blocks.shape[1])
             rows = ["".join(marks.get(state, "  ") for state in row) for row in blocks[b, h].tolist()]
@@ -178,23 +250,17 @@ class BlockMask:
             range(self.heads or 1),
             range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0])),
         ]
-        if len(index) > len(axes):
+        whole = [at for at, one in enumerate(index) if one is Ellipsis]
+        if len(index) - len(whole) > len(axes) or len(whole) > 1:
             raise InputError(f"block_mask has {len(index)} indices: B, H and blocks of queries can be given")
-        found = []
-        for axis, at in zip(axes, (*index, slice(None), slice(None))):
-            if not isinstance(at, slice):
-                places = at.reshape(-1).tolist() if isinstance(at, torch.Tensor) else [at]
-                if any(not -len(axis) <= place < len(axis) for place in places):
-                    raise InputError(
-                        f"block_mask has {len(axis)} blocks along an axis, and the index is {at}"
-                    )
-                found.append([place % len(axis) for place in places])
-            else:
-                found.append(list(axis[at]))
+        after = whole[0] if whole else len(index)
+        rest = (slice(None),) * (len(axes) - len(index) + len(whole))
+        index = (*index[:after], *rest, *index[after + len(whole) :])
+        found = [_places(axis, at) for axis, at in zip(axes, index)]
         states = None if self.states is None else self.states[found[0]][:, found[1]][:, :, found[2]]
         batch = None if self.batch is None else len(found[0])
         heads = None if self.heads is None else len(found[1])
-        return BlockMask(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
+        return BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
 
     @classmethod
     def from_kv_blocks(
@@ -235,7 +301,7 @@ class BlockMask:
             seq_lengths = (states.shape[2] * block[0], states.shape[3] * block[1])
         check_cover(states, block, seq_lengths)
         program = with_blocks(states, block, mask_mod)
-        return cls(program, states.shape[0], states.shape[1], tuple(seq_lengths), block, mask_mod, states)
+        return cls._of(program, states.shape[0], states.shape[1], tuple(seq_lengths), block, mask_mod, states)
 
     def to(self, device: Any) -> BlockMask:
         """The mask of arrays on another device."""
@@ -246,10 +312,45 @@ class BlockMask:
         }
         moved = Program(program.text, arrays, program.scalars)
         sizes = (self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
-        return BlockMask(moved, *sizes, self.mask_mod, states)
+        return BlockMask._of(moved, *sizes, self.mask_mod, states)
 
     def __repr__(self):
-        return f"BlockMask(shape={self.shape}, {self.program.text!r})"
+        text = "mask_mod to be set" if self._program is None else repr(self._program.text)
+        return f"BlockMask(shape={self.shape}, {text})"
+
+    def __str__(self):
+        if self._program is None:
+            return repr(self)
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{self.to_string()})"
+
+
+def _places(axis, at):
+    """The places of an axis that an index names, as a list."""
+    if isinstance(at, slice):
+        return list(axis[at])
+    places = at.reshape(-1).tolist() if isinstance(at, torch.Tensor) else at
+    places = list(places) if isinstance(places, (list, tuple, range)) else [places]
+    for place in places:
+        if isinstance(place, bool) or not hasattr(place, "__index__"):
+            raise InputError(f"block_mask is indexed by {at!r}: integers, slices and lists of integers fit")
+        if not -len(axis) <= place < len(axis):
+            raise InputError(f"block_mask has {len(axis)} blocks along an axis, and the index is {at}")
+    return [place % len(axis) for place in places]
+
+
+def _merged(blocks, most):
+    """States of so many rows and columns at most: where blocks that fall together differ, partial."""
+    for axis, size in zip((2, 3), most):
+        have = blocks.shape[axis]
+        if size == -1 or have <= size:
+            continue
+        width = -(-have // size)
+        parts = blocks.split(width, axis)
+        low, high = (
+            torch.cat([f(part, axis, True) for part in parts], axis) for f in (torch.amin, torch.amax)
+        )
+        blocks = torch.where(low == high, low, PARTIAL)
+    return blocks
 
 
 def create_block_mask(
@@ -273,7 +374,7 @@ def create_block_mask(
     B = None if B is None else count("B", B)
     H = None if H is None else count("H", H)
     program = Program.of_mask(mask_mod, device)
-    return BlockMask(program, B, H, lengths, block_size(BLOCK_SIZE), mask_mod)
+    return BlockMask._of(program, B, H, lengths, block_size(BLOCK_SIZE), mask_mod)
 
 
 def _own_mask(block_mask, extents):
@@ -402,18 +503,58 @@ def scaled_dot_product_attention(
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
     with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
     probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
-    the top left. A query that sees no key gives 0.
+    the top left, and hides keys beside those that `attn_mask` hides. Nested tensors (batch, heads, rows of
+    each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask.
+    A query that sees no key gives 0.
     """
     is_causal = flag("is_causal", is_causal)
-    if is_causal and attn_mask is not None:
-        raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
+        return _of_jagged(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, flag("enable_gqa", enable_gqa)
+        )
     alignment = _TOP_LEFT if is_causal else None
     if isinstance(attn_mask, CausalBias):
         alignment, attn_mask = _alignment_of(attn_mask, (query.shape[-2], key.shape[-2])), None
     options = dropout_p, alignment, scale, flag("enable_gqa", enable_gqa)
     return _scaled(query, key, value, attn_mask, *options)
+
+
+def _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """The same of nested tensors, whose values are packed rows."""
+    if attn_mask is not None:
+        raise UnsupportedError("attn_mask beside nested tensors: give is_causal, or pad the sequences")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        # Their parts are known by private names alone.
+        is_jagged = isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.jagged
+        if not is_jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
+            raise UnsupportedError(
+                f"{name} beside nested tensors: all three are nested tensors of layout=torch.jagged, (batch, "
+                "heads, rows, head_dim), that are contiguous but for the order of heads and rows"
+            )
+    if key.shape[2] != value.shape[2]:
+        raise InputError("value has other lengths than key: give both the same offsets")
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            "is_causal of nested tensors whose query and key have offsets of their own: they are aligned at "
+            "the top left where both have the same, or give their values() to flash_attn_varlen_func, which "
+            "aligns at the bottom right"
+        )
+    heads, heads_kv = query.shape[1], key.shape[1]
+    if heads != heads_kv and not enable_gqa:
+        raise InputError(
+            f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
+        )
+    out = flash_attn_varlen_func(
+        *(x.transpose(1, 2).values() for x in (query, key, value)),
+        *(x.offsets().int() for x in (query, key)),
+        *(x._get_max_seqlen() for x in (query, key)),
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
+    )
+    return torch.nested.nested_tensor_from_jagged(out, query.offsets()).transpose(1, 2)
 
 
 # Where a causal mask begins, or ends.

@@ -11,7 +11,8 @@ of `fa_attn` itself come here where jax traces them.
 Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
 read; vmap calls them once for each element. K and V of 8 bits, alone or with q, and `qv` have no gradients.
 Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is divided
-among devices is gathered, unless the call is within `jax.shard_map`.
+among devices is gathered, unless the call is within `jax.shard_map`, where gradients of what all devices
+share are summed over them.
 """
 
 from __future__ import annotations
@@ -90,6 +91,42 @@ def _register() -> None:
             jax.ffi.register_ffi_target(name, capsule, platform=platform, api_version=1)
 
 
+def _varying(*arrays: Any) -> Any:
+    """The axes of a mesh along which arrays differ, within jax.shard_map that keeps account of them."""
+    found: set = set()
+    for x in arrays:
+        kind = jax.typeof(x) if hasattr(jax, "typeof") else x
+        own = getattr(kind, "vma", None)
+        found |= (
+            own if own is not None else getattr(getattr(kind, "manual_axis_type", None), "varying", set())
+        )
+    return found
+
+
+def _varied(x: Any, axes: Any) -> Any:
+    """The array as one that differs along these axes of a mesh."""
+    more = tuple(sorted(axes - _varying(x)))
+    if not more:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, more, to="varying")
+    return jax.lax.pvary(x, more)
+
+
+def _is_divided() -> bool:
+    """Whether this is within jax.shard_map."""
+    mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
+    return bool(getattr(mesh, "manual_axes", ()))
+
+
+def _placed(x: Any, like: Any) -> Any:
+    """The array laid out over a mesh as another whose type says where it lies."""
+    kind = getattr(jax.typeof(like), "sharding", None) if hasattr(jax, "typeof") else None
+    if kind is None or not any(axis is not None for axis in kind.spec):
+        return x
+    return jax.sharding.reshard(x, kind)
+
+
 def _lse_shape(q: Any) -> Tuple[int, ...]:
     *outer, rows, heads, _ = q.shape
     return (*outer, heads, rows)
@@ -98,16 +135,18 @@ def _lse_shape(q: Any) -> Tuple[int, ...]:
 def _invoke(name: str, results: Any, call: _Call, *arrays: Any, fills: Any = None) -> Any:
     """The handler's results, on whichever platform the program is compiled for. `fills`: the value of each
     result where nothing is written, as of rows that belong to no sequence."""
-    aliases = {}
+    aliases, axes = {}, _varying(*arrays)
     if fills is not None:
         aliases = {len(arrays) + at: at for at in range(len(results))}
-        arrays = (*arrays, *(jnp.full(x.shape, fill, x.dtype) for x, fill in zip(results, fills)))
+        filled = (jnp.full(x.shape, fill, x.dtype) for x, fill in zip(results, fills))
+        arrays = (*arrays, *(_varied(x, axes) for x in filled))
 
     def on(on_gpu: bool) -> Any:
         handler = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
         return lambda *arrays: handler(*arrays, call=call.text(on_gpu))
 
-    return jax.lax.platform_dependent(*arrays, cpu=on(False), cuda=on(True))
+    made = jax.lax.platform_dependent(*arrays, cpu=on(False), cuda=on(True))
+    return tuple(_varied(x, axes) for x in made)
 
 
 def _with_vmap(call: _Call, folds: bool, compute: Any) -> Any:
@@ -187,18 +226,21 @@ def _backward_of(call: _Call, rank: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _attention_of(call: _Call, rank: int) -> Any:
-    """The differentiable function of q, k, v, the extra tensors of a call and the arrays of its programs."""
+def _attention_of(call: _Call, rank: int, is_divided: bool) -> Any:
+    """The differentiable function of q, k, v, the extra tensors of a call and the arrays of its programs.
+    Within jax.shard_map, whose gradients know of no zeros, all arrays of numbers have theirs computed."""
     own = len(call.names)
+    tells_zeros = bool(call.arrays) and not is_divided
 
     @jax.custom_vjp
     def attention(q: Any, k: Any, v: Any, *extras: Any) -> Any:
         return _forward_of(call, rank)(q, k, v, *extras)
 
     def forward(*given: Any) -> Any:
-        q, k, v, *extras = (x.value for x in given)
+        wanted = [x.perturbed if tells_zeros else True for x in given[3 + own :]]
+        q, k, v, *extras = (x.value if tells_zeros else x for x in given)
         # An empty tuple is known while jax traces the call, where a truth value is an array.
-        wants = tuple(() if x.perturbed and _is_float(x.value) else None for x in given[3 + own :])
+        wants = tuple(() if one and _is_float(x) else None for one, x in zip(wanted, extras[own:]))
         out, lse = attention(q, k, v, *extras)
         return (out, lse), (q, k, v, out, lse, tuple(extras), wants)
 
@@ -228,9 +270,12 @@ def _attention_of(call: _Call, rank: int) -> Any:
             # Of an array that nothing is differentiated by, jax takes any value.
             gradient = jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
             others.append(found[name].astype(x.dtype) if name in found else gradient)
-        return (dq, dk, dv, *others)
+        return tuple(
+            x if x.dtype == jax.dtypes.float0 else _placed(_varied(x, _varying(like)), like)
+            for x, like in zip((dq, dk, dv, *others), (q, k, v, *extras))
+        )
 
-    attention.defvjp(forward, backward, symbolic_zeros=True)
+    attention.defvjp(forward, backward, symbolic_zeros=tells_zeros)
     return attention
 
 
@@ -361,10 +406,12 @@ def traced_attention(
     given = Extras(**stand_ins, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1])
     programs = mods.with_arrays(map(_stand_in, arrays)).programs
     _core.check_forward(*like, options, given, programs=programs)
-    own = (mods.texts, mods.names, mods.scalars)
-    call = _Call(options, tuple(named), *bounds, *own, division=division or (None, None))
-    q, k, v = map(jnp.asarray, (q, k, v))
-    return _attention_of(call, q.ndim)(q, k, v, *named.values(), *arrays)
+    texts = (mods.texts, mods.names, mods.scalars)
+    call = _Call(options, tuple(named), *bounds, *texts, division=division or (None, None))
+    own = [*map(jnp.asarray, (q, k, v)), *named.values(), *arrays]
+    # What all ranks share is copied here, so that its gradient is summed over them.
+    axes = _varying(*own)
+    return _attention_of(call, q.ndim, _is_divided())(*(_varied(x, axes) for x in own))
 
 
 def traced_backward(
@@ -417,6 +464,7 @@ def dot_product_attention(
     query_seq_lengths: Optional[Array] = None,
     key_value_seq_lengths: Optional[Array] = None,
     local_window_size: Union[int, Tuple[int, int], None] = None,
+    implementation: Optional[str] = None,
     return_residual: bool = False,
 ) -> Any:
     """`jax.nn.dot_product_attention`: query (batch, rows, heads, head_dim), key and value (batch, keys,
@@ -427,7 +475,10 @@ def dot_product_attention(
     where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows
     beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows,
     heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32.
+    `implementation`: None, or the name of one of jax's ("xla", "cudnn"), which this one stands for.
     """
+    if implementation not in (None, "xla", "cudnn"):
+        raise InputError(f"implementation is {implementation!r}: it must be None, 'xla' or 'cudnn'")
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
     window: Window = (-1, -1)

@@ -161,6 +161,53 @@ def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
     )
 
 
+def test_torchs_constructor_and_lengths_of_a_part():
+    own, true = draws()
+    torchs = flex.BlockMask.from_kv_blocks(*lists(STATES, 1), *lists(STATES, 2), BLOCK, causal, (L, S))
+    mask = BlockMask(*torchs.as_tuple(flatten=False))
+    assert torch.equal(mask.to_dense(), torchs.to_dense()) and mask.seq_lengths == (L, S)
+    same(
+        flex_attention(*own, block_mask=mask, return_lse=True),
+        formula(*true, None, seen(STATES, causal)),
+        own,
+        true,
+    )
+    shorter = (L - 1, S - BLOCK[1])
+    (q, k, v) = (x.detach()[:, :, :length] for x, length in zip(own, (shorter[0], shorter[1], shorter[1])))
+    dense = seen(STATES, causal)[:, :, : shorter[0], : shorter[1]]
+    for one in (mask._adjust(*shorter), BlockMask(*mask.as_tuple(flatten=False))._adjust(*shorter)):
+        made = flex_attention(q, k, v, block_mask=one)
+        want = formula(q.double(), k.double(), v.double(), None, dense)[0]
+        torch.testing.assert_close(made.double(), want, atol=2e-5, rtol=1e-4)
+    traced = create_block_mask(causal, None, None, L, S)._adjust(*shorter)
+    torch.testing.assert_close(
+        flex_attention(q, k, v, block_mask=traced),
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, *shorter)),
+    )
+
+
+def test_parts_and_pictures_of_a_mask_are_torchs():
+    ours, torchs = (
+        module.create_block_mask(lambda b, h, q, k: (q >= k) & (b + h >= 0), 4, 3, 512, 300, "cpu", 64)
+        for module in (fa_attn.flex, flex)
+    )
+    listed = BlockMask(*torchs.as_tuple(flatten=False))
+    for index in (0, -1, ..., (0, 1), ([0, 2],), torch.tensor([0, 2]), (slice(None), 0, slice(1, 3))):
+        for one in (ours[index], listed[index]):
+            assert one.shape == torchs[index].shape, index
+        assert torch.equal(listed[index].to_dense(), torchs[index].to_dense()), index
+    assert torch.equal(listed[..., -1].to_dense(), torchs[:, :, -1].to_dense())
+    for wrong in (None, 1.5, True, 4, (0, 0, 0, 0), (..., ...)):
+        with pytest.raises(fa_attn.InputError, match="block_mask"):
+            ours[wrong]
+    big = create_block_mask(causal, None, None, 8192, 8192)
+    rows = big.to_string((8, -1)).splitlines()
+    assert len(rows) == 9 and len(rows[1]) == 128 and len(big.to_string().splitlines()) < 22
+    assert str(ours).startswith("BlockMask(shape=(4, 3, 512, 300), sparsity=") and "to be set" in str(ours[0])
+    with pytest.raises(fa_attn.InputError, match="grid_size is 0"):
+        big.to_string(0)
+
+
 def test_a_mask_of_lists_that_say_nothing_is_an_error():
     counts, indices = lists(STATES, 1)
     q, k, v = (torch.zeros(B, n, H, D) for n in (L, S, S))

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fa_attn  # noqa: E402
+import fa_attn.flex  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
@@ -135,6 +136,46 @@ def test_batches_of_one_scales_and_combinators():
     assert ours.program == mask.program
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lengths", [(L, S), (S, L), (L, L)])
+def test_a_mask_beside_is_causal_hides_more(lengths, bias):
+    (q, k, v), _ = own, true = inputs(*((B, H, length, D) for length in (lengths[0], lengths[1], lengths[1])))
+    mask = draw(H, *lengths) if bias else draw(B, 1, *lengths) > -0.7
+    out = fa_attn.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    seen = torch.ones(lengths, dtype=torch.bool).tril()
+    if bias:
+        want = formula(*true, lambda s, b, h, i, j: s + mask.double(), seen)
+    else:
+        want = formula(*true, None, mask & seen)
+    same((out,), want[:1], own, true)
+
+
+AT_ZERO = [
+    *(
+        getattr(F, name)
+        for name in "relu relu6 hardtanh hardswish softplus logsigmoid mish gelu silu".split()
+    ),
+    *(getattr(F, name) for name in "elu selu celu leaky_relu softsign tanhshrink".split()),
+    *(torch.erf, torch.atan, torch.asin, torch.asinh, torch.abs),
+    lambda score: torch.logaddexp(score, -2 * score),
+    lambda score: torch.xlogy(score, score + 2),
+    lambda score: torch.atan2(score, torch.ones_like(score)),
+]
+
+
+@pytest.mark.parametrize("function", AT_ZERO, ids=lambda function: function.__name__)
+def test_scores_of_exactly_0_have_torchs_derivatives(function):
+    """As rows of zeros, which paddings are, have."""
+    (k, v), (true_k, true_v) = inputs((1, 1, 5, D), (1, 1, 5, D))
+    q, true_q = torch.zeros(1, 1, 3, D).requires_grad_(), torch.zeros(1, 1, 3, D).double().requires_grad_()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return function(score)
+
+    own, true = (q, k, v), (true_q, true_k, true_v)
+    same(flex_attention(*own, score_mod, return_lse=True), formula(*true, score_mod), own, true)
+
+
 def test_captured_scalars_learn():
     # pytorch#145208: the gradient of a captured scalar, and of a table.
     gain, table = torch.tensor([1.3], requires_grad=True), draw(H, L + S).requires_grad_()
@@ -255,10 +296,6 @@ def test_what_torch_refuses_or_nothing_computes_is_an_error():
         (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
         (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=1.5), "dropout_p is 1.5"),
-        (
-            lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True),
-            "is_causal",
-        ),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1)), "along keys"),
         (lambda: fa_attn.triangle_attention(q[None], k[None], v[None], draw(1, 1, H, L, L)), "bias"),
     ]
@@ -278,3 +315,50 @@ def test_compiled_flex_has_no_break_with_a_block_mask():
     torch.testing.assert_close(out, want)
     for x, y in zip(*(torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, want))):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    "mod", [causal, by_batch_and_head, alibi, lambda s, b, h, q, k: s.where(q < k, -math.inf)]
+)
+def test_a_dense_mask_is_torchs(mod):
+    sizes = (B, H, L, S) if mod is not causal else (None, None, L, S)
+    made, want = (module.create_mask(mod, *sizes, device="cpu") for module in (fa_attn.flex, flex))
+    assert torch.equal(made, want) and made.dtype == torch.bool
+
+
+@pytest.mark.parametrize("heads_kv", [H, HK])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_tensors_are_packed_rows(heads_kv, causal):
+    lengths = (3, 7, 1)
+    own = [[draw(n, heads, D).requires_grad_() for n in lengths] for heads in (H, heads_kv, heads_kv)]
+    offsets = torch.tensor([0, 3, 10, 11])
+    q, k, v = (torch.nested.nested_tensor_from_jagged(torch.cat(x), offsets).transpose(1, 2) for x in own)
+    out = fa_attn.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads_kv != H)
+    assert out.shape == q.shape and out.layout == torch.jagged
+    for at, part in enumerate(out.unbind()):
+        mine = [x[at] for x in own]
+        true = [x.detach().double().requires_grad_() for x in mine]
+        rows = lengths[at]
+        seen = torch.ones(rows, rows, dtype=torch.bool).tril() if causal else None
+        want = formula(*(x.transpose(0, 1)[None] for x in true), None, seen)[0][0]
+        torch.testing.assert_close(part.double(), want, atol=2e-5, rtol=1e-4)
+        dout = draw(*part.shape)
+        made = torch.autograd.grad(part, mine, dout, retain_graph=True)
+        for x, y in zip(made, torch.autograd.grad(want, true, dout.double())):
+            torch.testing.assert_close(x.double(), y, atol=2e-4, rtol=1e-4)
+
+
+def test_nested_tensors_that_are_not_computed_are_errors():
+    one = torch.nested.nested_tensor([draw(3, H, D), draw(5, H, D)], layout=torch.jagged).transpose(1, 2)
+    other = torch.nested.nested_tensor([draw(4, H, D), draw(4, H, D)], layout=torch.jagged).transpose(1, 2)
+    strided = torch.nested.nested_tensor([draw(H, 3, D), draw(H, 5, D)])
+    wrong = [
+        (lambda: fa_attn.scaled_dot_product_attention(strided, strided, strided), "layout=torch.jagged"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, draw(2, H, 5, D), one), "key beside nested"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, one, one, torch.ones(5, 5)), "attn_mask beside"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, other, other, is_causal=True), "is_causal"),
+        (lambda: fa_attn.scaled_dot_product_attention(one, one, other), "value has other lengths"),
+    ]
+    for call, message in wrong:
+        with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
+            call()

@@ -250,3 +250,82 @@ def test_gradients_are_torch_s():
     (fa_attn.flash_attn_func(*leaves, **options) * torch.tensor(np.asarray(dout))).sum().backward()
     for grad, leaf in zip(grads, leaves):
         assert np.array_equal(grad, leaf.grad.numpy())
+
+
+def loss_of(function, *arguments):
+    return jax.value_and_grad(lambda *own: jnp.sin(function(*own)).sum(), tuple(range(len(arguments))))(
+        *arguments
+    )
+
+
+SHARED = {
+    "causal": ({"is_causal": True}, ("x", "x", "x"), ()),
+    "heads": ({}, (None, None, "x"), ()),
+    "shared keys": ({}, ("x", None, None), ()),
+    "shared bias": ({}, ("x", "x", "x"), ("bias",)),
+    "mask": ({"mask": np.tril(np.ones((1, 1, 12, 12), bool))}, ("x", "x", "x"), ()),
+}
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="jax.shard_map is newer")
+@pytest.mark.parametrize("kept", [True, False], ids=["account", "no account"])
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_within_shard_map(name, kept):
+    """Of two devices, with jax's account of what differs between them and without."""
+    options, axes, others = SHARED[name]
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
+    keys = 1 if name == "shared keys" else 2
+    arrays = [jax.random.normal(jax.random.PRNGKey(i), (n, 12, 4, 16)) for i, n in enumerate((2, keys, keys))]
+    if name == "heads":
+        specs = [spec(*axes)] * 3
+    else:
+        specs = [spec(axis) if axis else spec() for axis in axes]
+    if others:
+        arrays.append(jax.random.normal(jax.random.PRNGKey(9), (1, 4, 12, 12)))
+        specs.append(spec())
+
+    def of_jax(q, k, v, **options):
+        k, v = (jnp.broadcast_to(x, q.shape) for x in (k, v))
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    def attend(function):
+        return lambda q, k, v, *more: function(q, k, v, **dict(zip(others, more)), **options)
+
+    def divided(*own):
+        mapped = jax.shard_map(
+            attend(dot_product_attention),
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=specs[0],
+            check_vma=kept,
+        )
+        return mapped(*own)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        got, want = loss_of(divided, *arrays), loss_of(attend(of_jax), *arrays)
+    near(got[0], want[0], 2e-4)
+    for one, other in zip(got[1], want[1]):
+        near(one, other)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="types with shardings are newer")
+def test_gradients_lie_where_types_say():
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    q, k, v = (jax.random.normal(jax.random.PRNGKey(i), (2, 12, 4, 16)) for i in range(3))
+    want = loss_of(jax.nn.dot_product_attention, q, k, v)
+    with jax.set_mesh(mesh):
+        own = [jax.device_put(x, place) for x in (q, k, v)]
+        got = jax.jit(lambda *own: loss_of(dot_product_attention, *own))(*own)
+        assert all(jax.typeof(x).sharding.spec[0] == "x" for x in got[1])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        near(np.asarray(one), np.asarray(other), 2e-4)
+
+
+def test_implementations_of_jax_are_named():
+    q = jnp.ones((1, 3, 2, 16))
+    for name in (None, "xla", "cudnn"):
+        near(dot_product_attention(q, q, q, implementation=name), q)
+    with pytest.raises(fa_attn.InputError, match="implementation is 'triton'"):
+        dot_product_attention(q, q, q, implementation="triton")

@@ -346,7 +346,7 @@ WRONG = [
     (dict(mask_mod="s"), fa_attn.InputError, "is no mask"),
     (dict(mask_mod=7), fa_attn.InputError, "a function, a text or a Program"),
     (dict(score_mod=lambda s, b: s), fa_attn.InputError, "score_mod takes"),
-    (dict(score_mod=lambda s, b, h, i, j: torch.erf(s)), fa_attn.UnsupportedError, "no equivalent"),
+    (dict(score_mod=lambda s, b, h, i, j: torch.lgamma(s)), fa_attn.UnsupportedError, "no equivalent"),
     (dict(score_mod=soft_cap, softcap=5.0), ValueError, "softcap"),
     (dict(score_mod="array t: f32[_]; score = s + t[q];"), fa_attn.InputError, "t"),
     (dict(score_mod=soft_cap, aux_tensors=[1]), fa_attn.UnsupportedError, "aux_tensors"),

@@ -277,8 +277,26 @@ SCORES = {
         + torch.rad2deg(s) * 0.01
         + torch.addcdiv(s, q, k + 1.0, value=0.3)
     ),
+    "activations by erf": lambda s, b, h, q, k: (
+        torch.nn.functional.gelu(s)
+        + torch.erf(s * 0.7)
+        + torch.special.erfc(s)
+        + torch.nn.functional.celu(s, 0.7)
+        + torch.nn.functional.softplus(s, 2.0, 1.0)
+    ),
+    "angles": lambda s, b, h, q, k: (
+        torch.atan(s * 2)
+        + torch.asin(torch.tanh(s) * 0.9)
+        + torch.acos(torch.sigmoid(s))
+        + torch.atan2(q - 7.0, k - 9.0)
+    ),
+    "unsqueezed": lambda s, b, h, q, k: s + (POINTS[q] == k.unsqueeze(-1)).any(dim=-1) * 0.5,
+    "index operators": lambda s, b, h, q, k: (
+        s + torch.ops.aten.index(TABLE, [h, q]) + SLOPES.index_select(0, h.reshape(1)).squeeze()
+    ),
     "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
+    "numpy's shape": lambda s, b, h, q, k: s + len(np.shape(s)) + np.ndim(q),
     "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),
 }
 
@@ -394,7 +412,7 @@ def test_arrays_are_the_callers_and_ask_for_gradients():
 REFUSED = [
     (lambda b, h, q, k: q if q > k else k, "cannot branch on its arguments"),
     (lambda b, h, q, k: q > k and h > 1, "cannot branch"),
-    (lambda b, h, q, k: torch.erf(q) > k, "`erf` has no equivalent in a mask or score function"),
+    (lambda b, h, q, k: torch.lgamma(q) > k, "`lgamma` has no equivalent in a mask or score function"),
     (lambda b, h, q, k: VALID[b], "returns neither a number nor a truth value"),
     (lambda b, h, q, k: VALID[b, q:], "not by slices"),
     (lambda b, h, q, k: VALID[b, q, k], "3 indices of an array of 2 axes"),

@@ -140,6 +140,48 @@ def test_rotary_embedding_turns_back(interleaved):
     assert torch.equal(kv[:, :, 0], want)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_rotary_embedding_as_a_module(interleaved, scale_base):
+    from flash_attn.layers.rotary import RotaryEmbedding
+
+    rotary, dim = RotaryEmbedding(8, 500.0, interleaved, scale_base), 8
+    q, k, v = (torch.randn(2, 5, heads, 16) for heads in (4, 2, 2))
+
+    def turned(x, places, sign, length):
+        """By complex numbers; a scaled key is divided by what its query is multiplied by."""
+        steps = torch.arange(0, dim, 2).double()
+        angle = places.double()[..., None] * 500.0 ** (-steps / dim)
+        part = x[..., :dim].double()
+        pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
+        made = (
+            torch.view_as_complex(pairs.contiguous())
+            * torch.polar(torch.ones_like(angle), angle)[..., None, :]
+        )
+        if scale_base is not None:
+            factor = (steps + 0.4 * dim) / (1.4 * dim)
+            power = sign * (places.double()[..., None] - length // 2) / scale_base
+            made = made * (factor**power)[..., None, :]
+        pairs = torch.view_as_real(made)
+        part = pairs.flatten(-2) if interleaved else pairs.mT.flatten(-2)
+        return torch.cat([part, x[..., dim:].double()], -1)
+
+    for offset, length in ((0, 5), (3, 8), (torch.tensor([2, 6]), 11)):
+        places = torch.arange(5) + (offset[:, None] if isinstance(offset, torch.Tensor) else offset)
+        places = places.expand(2, 5)
+        want = turned(q, places, 1, length), turned(k, places, -1, length)
+        whole = rotary(torch.cat([q, k, v], 2), seqlen_offset=offset, num_heads_q=4)
+        torch.testing.assert_close(whole.double(), torch.cat([*want, v.double()], 2), atol=1e-5, rtol=1e-5)
+        own, kv = rotary(q.clone(), torch.stack([k, v], 2), seqlen_offset=offset)
+        torch.testing.assert_close(own.double(), want[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(kv.double(), torch.stack([want[1], v.double()], 2), atol=1e-5, rtol=1e-5)
+    assert not rotary.state_dict()
+    # A model in 16 bits has frequencies of 32.
+    fine = RotaryEmbedding(64).bfloat16()(torch.ones(1, 900, 3, 1, 64, dtype=torch.bfloat16))
+    exact = RotaryEmbedding(64)(torch.ones(1, 900, 3, 1, 64))
+    torch.testing.assert_close(fine.float(), exact, atol=2e-2, rtol=0)
+
+
 def test_third_and_fourth_generation_by_position():
     """Every argument in its place; a third generation's forward and backward below its autograd."""
     import flash_attn_interface as third

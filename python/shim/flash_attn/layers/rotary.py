@@ -59,3 +59,59 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotates k in kv (batch, seqlen, 2, heads, dim), in place."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotates q and k by their positions, with tables of cosines and sines that grow as sequences do. With
+    `scale_base` keys and queries are scaled by their distance from the middle (XPos)."""
+
+    def __init__(
+        self, dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None
+    ):
+        super().__init__()
+        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.scale_base, self.pos_idx_in_fp32 = scale_base, pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        scale = None
+        if scale_base is not None:
+            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._tables, self._made_for = None, None
+
+    def _frequencies(self, device):
+        return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _of(self, length, device, dtype):
+        """(cos, sin) of queries, then of keys, for so many positions."""
+        old = self._tables
+        fits = old is not None and len(old[0]) >= length and self._made_for == (device, dtype)
+        if fits and not (self.training and old[0].is_inference()):
+            return old
+        frequencies = self.inv_freq.to(device)
+        if self.pos_idx_in_fp32 and frequencies.dtype != torch.float32:
+            # Those of a model in 16 bits are rounded.
+            frequencies = self._frequencies(device)
+        places = torch.arange(length, device=device, dtype=frequencies.dtype)
+        angles = torch.outer(places, frequencies)
+        tables = [torch.cos(angles), torch.sin(angles)] * 2
+        if self.scale is not None:
+            power = (places - length // 2) / self.scale_base
+            scale = self.scale.to(device, power.dtype) ** power[:, None]
+            tables = [tables[0] * scale, tables[1] * scale, tables[0] / scale, tables[1] / scale]
+        self._tables, self._made_for = [table.to(dtype) for table in tables], (device, dtype)
+        return self._tables
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        """Rotates qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads, dim) with `num_heads_q`; or q
+        (batch, seqlen, heads, dim) and k of kv (batch, seqlen, 2, heads, dim), of which both are returned.
+        `seqlen_offset`: an int, or one for each sequence, with max_seqlen the most positions."""
+        length = max_seqlen
+        if length is None:
+            furthest = int(seqlen_offset.max()) if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset
+            length = qkv.shape[1] + furthest
+        cos, sin, cos_k, sin_k = self._of(length, qkv.device, qkv.dtype)
+        turned = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **turned)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **turned)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, **turned)
