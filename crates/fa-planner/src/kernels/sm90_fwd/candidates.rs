@@ -46,6 +46,7 @@ pub fn candidates(
     let switches = [(true, true), (true, false), (false, true), (false, false)];
     (1..=3u32)
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
+        .filter(move |(_, tile_n)| *tile_n as usize <= widest(&problem))
         // Warps convert codes of 16 rows at a time, each in half of a tile.
         .filter(move |(_, tile_n)| !codes || tile_n.is_multiple_of(32))
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
@@ -94,6 +95,17 @@ pub fn candidates(
             };
             (!waits_for_queries(&kernel, spec_of)).then(|| with_room(kernel, &problem, spec_of))
         })
+}
+
+/// Keys of the widest tile that is tried: where there are more tiles than SMs, none is wider than the keys.
+/// Where all keys are one step, the model takes wider tiles for more bytes in flight, but the rows beyond the
+/// keys are zeros, which are written and multiplied: 512 x 64 of 12 heads of 64 take 87 us by 64x112 and 71
+/// by 64x64 (NB-181).
+fn widest(problem: &Problem) -> usize {
+    if query_tiles(problem, 64, false) <= Arch::Sm90.limits().sms as usize {
+        return usize::MAX;
+    }
+    problem.lengths.max_k().next_multiple_of(16).max(TILE_N[0] as usize)
 }
 
 /// Whether three warpgroups have one buffer of Q, which the next tile's queries wait for, where with 64 keys
@@ -178,4 +190,33 @@ fn with_room(mut kernel: Sm90Fwd, problem: &Problem, spec_of: impl Fn(&Sm90Fwd) 
         }
     }
     spec_of(&kernel)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Lengths, Mask};
+
+    use super::*;
+    use crate::plan::{PlanOptions, best};
+
+    #[test]
+    fn no_tile_is_wider_than_the_keys() {
+        for head_dim in [64, 128] {
+            for mask in [Mask::FULL, Mask::CAUSAL] {
+                let of = |keys, lengths| {
+                    let square = Problem::square(512, keys, 12, head_dim, mask, Dtype::Bf16);
+                    let problem = square.with_lengths(lengths);
+                    let spec = best(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan").spec;
+                    (spec.tile().1, spec)
+                };
+                for keys in [1, 64, 77, 100, 128] {
+                    let packed = Lengths::packed(512, 512 * keys, 512 * keys, keys, keys);
+                    for lengths in [Lengths::uniform(512, keys, keys), packed] {
+                        let (tile_n, spec) = of(keys, lengths);
+                        assert!(tile_n as usize <= keys.next_multiple_of(16).max(64), "{keys}: {spec}");
+                    }
+                }
+            }
+        }
+    }
 }
