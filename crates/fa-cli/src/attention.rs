@@ -13,6 +13,7 @@ use safetensors::Dtype as StoredDtype;
 use crate::append::{Appended, NewRows};
 use crate::flags::{AttentionArgs, parse_layout};
 use crate::kv_tensor::KvTensor;
+use crate::packed_rows::{KV, PackedRows};
 use crate::programs;
 use crate::safetensors::{NewTensor, Stored, TensorFile, codes_of, dtype_of};
 use crate::sequences::{Sequences, SideTensors, shape_of};
@@ -77,17 +78,18 @@ impl AnyInputs {
     /// [`InputError`] or [`fa_core::ProblemError`].
     pub(crate) fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
-        let sides = SideTensors::read(file)?;
+        let mut sides = SideTensors::read(file, layout)?;
+        let packed = PackedRows::find(file, &mut sides, layout, args.latent)?;
         let is_new = NewRows::are_in(file, args.rotary_interleaved)?;
         if is_new && backward {
             let message = "the file has k_new, and what is appended has no gradients: leave --backward out";
             return Err(InputError::Usage(message.to_owned()).into());
         }
-        let problem = problem_of(file, args, &sides, layout, backward)?;
+        let problem = problem_of(file, args, (&sides, packed), layout, backward)?;
         check_memory(&problem, backward)?;
         // Of a cache that grows, before and after.
         let sequences = sides.sequences(&problem)?;
-        let beside = Beside { sequences, sides, layout, backward };
+        let beside = Beside { sequences, sides, packed, layout, backward };
         let turns = is_new.then_some(args.rotary_interleaved);
         if is_new && problem.types.is_fp8() {
             let message = "the file has k_new and an fp8 q: rows are appended beside a q of 16 bits or f32";
@@ -122,6 +124,7 @@ impl AnyInputs {
 struct Beside {
     sequences: Sequences,
     sides: SideTensors,
+    packed: Option<PackedRows>,
     layout: TensorLayout,
     backward: bool,
 }
@@ -165,7 +168,7 @@ impl<T: Element + Stored> Inputs<T> {
     fn read(
         file: &TensorFile,
         problem: Problem,
-        Beside { mut sequences, mut sides, layout, backward }: Beside,
+        Beside { mut sequences, mut sides, packed, layout, backward }: Beside,
         turns: Option<bool>,
     ) -> anyhow::Result<Self> {
         use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
@@ -182,12 +185,18 @@ impl<T: Element + Stored> Inputs<T> {
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
+        let [k_shape, v_shape] = [k_shape(&problem), v_shape(&problem)];
+        let own = |name, shape, dtype| KvTensor::read(file, name, shape, layout, Codes::of(dtype));
+        let [k, v] = match packed {
+            Some(packed) => packed.read(file, [k_shape, v_shape], layout)?,
+            None => [own("k", k_shape, problem.types.kv)?, own("v", v_shape, problem.types.kv)?],
+        };
         Ok(Inputs {
             problem,
             layout,
-            q: KvTensor::read(file, "q", q_shape(&problem), layout, Codes::of(problem.types.q))?,
-            k: KvTensor::read(file, "k", k_shape(&problem), layout, Codes::of(problem.types.kv))?,
-            v: KvTensor::read(file, "v", v_shape(&problem), layout, Codes::of(problem.types.kv))?,
+            q: own("q", q_shape(&problem), problem.types.q)?,
+            k,
+            v,
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
             sides,
             program,
@@ -276,7 +285,7 @@ pub(crate) fn check_free(need: u64, what: &str, advice: &str) -> Result<(), Inpu
 fn problem_of(
     file: &TensorFile,
     args: &AttentionArgs,
-    sides: &SideTensors,
+    (sides, packed): (&SideTensors, Option<PackedRows>),
     layout: TensorLayout,
     backward: bool,
 ) -> anyhow::Result<Problem> {
@@ -285,21 +294,33 @@ fn problem_of(
                        heads before absorption";
         return Err(InputError::Usage(message.to_owned()).into());
     }
+    if backward && sides.named {
+        let message = "the queries name their rows by indices, which have no gradients: leave --backward out, \
+                       or give the same mask by --mask-mod";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     if backward && sides.values.page_table.is_some() {
         let message = "the keys lie in pages, which have no gradients: leave --backward out, or give k and v \
                        packed, with cu_seqlens_k, or padded";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let types = common_types(file, args.out_dtype, backward)?;
+    let types = common_types(file, args.out_dtype, packed.is_some(), backward)?;
     if backward {
         types
             .check_gradients()
             .map_err(|error| InputError::Usage(format!("{error}; leave --backward out")))?;
     }
-    let q = shape_of(file, "q", layout, "cu_seqlens_q")?;
+    let q = shape_of(file, "q", layout, sides.starts_of_q())?;
     let [batch, seqlen_q, heads_q, head_dim] = q;
-    let k = shape_of(file, "k", layout, "cu_seqlens_k")?;
-    let v = shape_of(file, "v", layout, "cu_seqlens_k")?;
+    let [k, v] = match packed {
+        Some(packed) => packed.shapes(),
+        None => [shape_of(file, "k", layout, "cu_seqlens_k")?, shape_of(file, "v", layout, "cu_seqlens_k")?],
+    };
+    if packed.is_some() && k[3] + v[3] != head_dim {
+        let need = format!("its last axis must be {}, the columns of rows in {KV}", k[3] + v[3]);
+        let got = file.entry("q")?.shape.clone();
+        return Err(InputError::Shape { name: "q".to_owned(), got, need }.into());
+    }
     let [batch_k, seqlen_k, heads_kv, _] = k;
     let head_dim_v = v[3];
     let latents = if args.latent { head_dim_v } else { 0 };
@@ -325,6 +346,7 @@ fn problem_of(
         let dout = shape_of(file, "dout", layout, "cu_seqlens_q")?;
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
+    let k = sides.of_cache(k);
     sides.check_heads(heads_q)?;
     let score = args.program.of(sides.score(args.softcap)).map_err(InputError::Usage)?;
     let lengths = sides.lengths(q, k)?;
@@ -340,8 +362,16 @@ fn problem_of(
 }
 
 /// The element type that the tensors share, and that of k and v where they are codes.
-fn common_types(file: &TensorFile, out: Option<Dtype>, backward: bool) -> Result<Types, InputError> {
+fn common_types(
+    file: &TensorFile,
+    out: Option<Dtype>,
+    is_packed: bool,
+    backward: bool,
+) -> Result<Types, InputError> {
     let first = file.entry("q")?.dtype;
+    if let (true, Some(dtype)) = (is_packed, dtype_of(first)) {
+        return Ok(Types::same(dtype).with_out(out.unwrap_or(dtype)));
+    }
     let wrong = |name: &str, got: StoredDtype, need: String| {
         Err(InputError::Dtype { name: name.to_owned(), got: got.to_string(), need })
     };

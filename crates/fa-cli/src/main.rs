@@ -16,6 +16,8 @@ mod flags;
 #[cfg(test)]
 mod hostile_numbers;
 mod kv_tensor;
+mod named_rows;
+mod packed_rows;
 mod page;
 mod plan;
 mod programs;

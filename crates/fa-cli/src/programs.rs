@@ -11,8 +11,11 @@ use crate::safetensors::{TensorFile, Truth};
 use crate::term::failure::InputError;
 
 /// Names of a file's tensors that are something else, or whose gradient would be.
-const TAKEN: [&str; 12] = [
+const TAKEN: [&str; 15] = [
     "v",
+    "kv",
+    "indices",
+    "topk_length",
     "dout",
     "out",
     "lse",

@@ -5,6 +5,7 @@ use fa_core::{Alibi, DescaleForm, Descales, Lengths, Pass, Problem, ScoreMod, Si
 use fa_cpu::CpuError;
 use fa_cpu::batch::{Batch, Span};
 
+use crate::named_rows::{INDICES, NamedRows};
 use crate::safetensors::{NewTensor, Plain, TensorFile};
 use crate::term::failure::InputError;
 
@@ -17,17 +18,20 @@ pub(crate) struct SideTensors {
     used_k_name: &'static str,
     /// Their shapes.
     shapes: Extras<Vec<usize>>,
+    /// Whether each query names the rows that it sees, as a sequence of its own with pages of one row.
+    pub named: bool,
 }
 
 /// The names of the keys in use: FlashAttention's of a packed batch and of a cache.
-const USED_K: [&str; 2] = ["seqused_k", "cache_seqlens"];
+pub(crate) const USED_K: [&str; 2] = ["seqused_k", "cache_seqlens"];
 
 impl SideTensors {
     /// Reads those that the file has.
     ///
     /// # Errors
     /// [`InputError`] for a tensor of a wrong type or rank, and for tensors that do not go together.
-    pub(crate) fn read(file: &TensorFile) -> Result<SideTensors, InputError> {
+    pub(crate) fn read(file: &TensorFile, layout: TensorLayout) -> Result<SideTensors, InputError> {
+        let named = NamedRows::read(file, layout)?;
         let seqused_k = match USED_K.map(|name| file.has(name)) {
             [true, true] => {
                 return Err(InputError::Usage(
@@ -54,11 +58,61 @@ impl SideTensors {
             |extra| read_extra::<i32>(file, extra, name_of(extra, seqused_k)),
             |extra| read_extra::<f32>(file, extra, name_of(extra, seqused_k)),
         )?;
-        Ok(SideTensors {
+        let mut sides = SideTensors {
             used_k_name: seqused_k,
             shapes: found.as_ref().map(|_, (_, shape)| shape.clone(), |_, (_, shape)| shape.clone()),
             values: found.map(|_, (values, _)| values, |_, (values, _)| values),
-        })
+            named: named.is_some(),
+        };
+        if let Some(named) = named {
+            sides.name_rows(named);
+        }
+        Ok(sides)
+    }
+
+    /// Describes queries that name their rows as sequences in pages of one row.
+    fn name_rows(&mut self, NamedRows { table, most, used, starts }: NamedRows) {
+        self.shapes.cu_seqlens_q = Some(vec![starts.len()]);
+        self.shapes.page_table = Some(vec![used.len(), most]);
+        self.shapes.seqused_k = Some(vec![used.len()]);
+        self.values.cu_seqlens_q = Some(starts);
+        self.values.page_table = Some(table);
+        self.values.seqused_k = Some(used);
+        // Of each row of the cache.
+        for shape in [&mut self.shapes.k_descale, &mut self.shapes.v_descale].into_iter().flatten() {
+            if let [pages, page, heads] = shape[..] {
+                *shape = vec![pages.saturating_mul(page), 1, heads];
+            }
+        }
+    }
+
+    /// The tensor that makes queries packed.
+    pub(crate) fn starts_of_q(&self) -> &'static str {
+        if self.named { INDICES } else { "cu_seqlens_q" }
+    }
+
+    /// The shape of a cache `[pages, page, heads, dim]` as the problem has it.
+    pub(crate) fn of_cache(&self, [pages, page, heads, dim]: [usize; 4]) -> [usize; 4] {
+        if self.named { [pages.saturating_mul(page), 1, heads, dim] } else { [pages, page, heads, dim] }
+    }
+
+    /// Takes out `k_descale`, of one element where there is one.
+    ///
+    /// # Errors
+    /// [`InputError`] for more elements, and for a number that is no descale.
+    pub(crate) fn take_k_descale(&mut self) -> Result<Option<f32>, InputError> {
+        let (shape, values) = (self.shapes.k_descale.take(), self.values.k_descale.take());
+        match (shape, values.as_deref()) {
+            (Some(_), Some(&[one])) if one.is_finite() && one >= 0.0 => Ok(Some(one)),
+            (Some(_), Some(&[one])) => Err(InputError::Usage(format!(
+                "tensor 'k_descale': it is {one}, it must be finite and not negative"
+            ))),
+            (Some(got), Some(_)) => {
+                let need = "beside packed rows it must be one number, [1]".to_owned();
+                Err(InputError::Shape { name: "k_descale".to_owned(), got, need })
+            }
+            (_, None) | (None, _) => Ok(None),
+        }
     }
 
     /// Those of a problem of equal lengths for timing: its descales, and its pages in order.
@@ -468,6 +522,7 @@ mod tests {
             },
             used_k_name: "cache_seqlens",
             shapes: Extras { seqused_k: Some(vec![2]), page_table: Some(vec![2, 3]), ..Extras::NONE },
+            named: false,
         };
         let paged = with_keys([3, 40]);
         let posed = problem(&paged, [2, 1, 2, 8], [5, 16, 2, 8]);

@@ -43,6 +43,7 @@ pub mod dtype;
 pub mod extras;
 pub mod family;
 pub mod key;
+pub mod latent_rows;
 pub mod launch_plan;
 pub mod layout;
 pub mod lengths;

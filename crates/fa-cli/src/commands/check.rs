@@ -14,6 +14,7 @@ use self::references::{Reference, References, hold_to_worst, references};
 use self::report::{Report, Row, RuleName, TO_EXACT, text};
 use crate::attention::{self, AnyInputs, with_inputs};
 use crate::flags::AttentionArgs;
+use crate::packed_rows::PackedRows;
 use crate::safetensors::TensorFile;
 use crate::sequences::{Sequences, blank};
 use crate::term::failure::{InputError, Verdict};
@@ -142,7 +143,7 @@ pub(crate) fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
 }
 
 fn holds_inputs(file: &TensorFile) -> bool {
-    ["q", "k", "v"].iter().all(|name| file.has(name))
+    file.has("q") && (PackedRows::are_in(file) || ["k", "v"].iter().all(|name| file.has(name)))
 }
 
 /// The tensors to compare.

@@ -31,9 +31,8 @@ use clap::Args;
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct RunArgs {
     /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16, or q, k and v F8_E4M3;
-    /// cu_seqlens_q,
-    /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
-    /// v_new are appended first
+    /// cu_seqlens_q, cu_seqlens_k, page_table, indices and others beside them make the batch packed, the keys
+    /// paged or named one by one, k_new and v_new are appended first
     pub input: PathBuf,
     /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks; the
     /// grown cache where keys were appended); replaced in one step when all is computed
@@ -75,6 +74,7 @@ Examples:
   fa run examples/decode-paged.safetensors --causal -o out.safetensors
   fa run examples/append-paged.safetensors --causal -o out.safetensors      new keys, rotary embedding
   fa run latents.safetensors --latent --scale 0.0721688 --causal -o out.safetensors
+  fa run sparse.safetensors --latent --scale 0.0721688 -o out.safetensors     indices, packed rows
   fa run qkv.safetensors --score-mod \"array bias: f32[_, _] grad; s + bias[q, k]\" -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
@@ -84,7 +84,9 @@ seqlen_k - seqlen_q.
 
 With --latent (MLA), v holds the latents with which every key begins, and k the columns behind them: q is \
 [.., head_dim_v + k's], in that order, and --scale is that of the heads before absorption, as 192^-0.5 = \
-0.0721688 for DeepSeek.
+0.0721688 for DeepSeek. In the place of k and v, kv holds packed rows of 512 latents, U8 or F8_E4M3 [pages, page, \
+1, bytes of a row]: 656 (codes, four f32 scales, 64 columns of bf16), 584 (with e8m0 scales behind the rows \
+of the page) or 576 (codes times k_descale, f32 [1]); they become q's type.
 
 Tensors beside them, found by name:
   cu_seqlens_q, cu_seqlens_k   i32 [batch + 1], the sequences' starts: q (k and v) are then [total, heads, \
@@ -92,6 +94,9 @@ dim], lse [heads_q, total_q]
   seqused_q, seqused_k         i32 [batch], rows in use of each sequence (cache_seqlens is seqused_k)
   page_table                   i32 [batch, pages of a sequence]: k and v are then a cache [pages, page, \
 heads_kv, dim], and cache_seqlens says how long each sequence is
+  indices                      i32 [total_q, most]: rows of the cache k, v [pages, page, heads_kv, dim] that \
+each query sees (sparse attention), counted over its pages; others than its rows name none. q is then \
+[total_q, heads, dim], and topk_length, i32 [total_q], says how many entries count [default: all]
   alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
 the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it

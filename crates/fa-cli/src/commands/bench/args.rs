@@ -82,6 +82,8 @@ Examples:
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
   fa bench --backend cuda --marks plan
   fa bench --backend cuda --batch 64 --heads 32:8 --headdim 128 --seqlen 1x4096 --page 16 --kv-dtype e4m3
+  fa bench --latent --headdim 576-512 --heads 128:1 --batch 128 --seqlen 1x2048 --page 1      128 queries \
+that name 2048 rows each
   fa bench --append --backend cpu
   fa bench --append --backend cuda --json append.json
 
