@@ -295,8 +295,8 @@ fn problem_of(
         return Err(InputError::Usage(message.to_owned()).into());
     }
     if backward && sides.named {
-        let message = "the queries name their rows by indices, which have no gradients: leave --backward out, \
-                       or give the same mask by --mask-mod";
+        let message = "the queries name their rows by indices, which have no gradients: leave --backward \
+                       out, or give the same mask by --mask-mod";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     if backward && sides.values.page_table.is_some() {

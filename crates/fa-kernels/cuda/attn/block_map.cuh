@@ -122,8 +122,8 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
         // All lanes have read the state before it is overwritten.
         warp_sync();
         if (!open) continue;
-        const u32 state = tile_state<R>(programs, params.shape, visible, batch, head, map.head_group, first,
-                                        last, n_block);
+        const u32 state =
+            tile_state<R>(programs, params.shape, visible, batch, head, map.head_group, first, last, n_block);
         if (lane == 0) states[n_block] = state;
     }
     cta_sync();

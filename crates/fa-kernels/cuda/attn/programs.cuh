@@ -88,7 +88,8 @@ __device__ __forceinline__ const ArrayGradientParams& gradients_of(const Params&
 // may lie beyond the sequence, where the results do not count. With Packed the rows are of several heads.
 template <bool Transposed, bool Packed = false>
 struct ScorePlace {
-    static constexpr bool kTransposed = Transposed, kPacked = Packed;
+    // Enumerators, which are no symbols of a cubin.
+    enum : bool { kTransposed = Transposed, kPacked = Packed };
 
     int batch, queries, keys, offset;  // its sequence, the lengths of that, and what `off` is
     int group;                         // query heads of a K/V head
@@ -151,10 +152,13 @@ using Places = typename NumbersTo<Count>::Type;
 // The elements of the array that a program reads ahead, for N registers of a tile of S or S^T.
 template <class Place, int N, class M = Mods>
 struct Ahead {
-    // Neighbouring queries are not neighbours in memory, and the rows of several heads share no distances.
-    static constexpr bool kReads = (ahead_form<M>() == AheadForm::Keys && !Place::kTransposed) ||
-                                   (ahead_form<M>() == AheadForm::Distances && !Place::kPacked);
-    static constexpr bool kKeys = ahead_form<M>() == AheadForm::Keys;
+    // Enumerators, which are no symbols of a cubin. Neighbouring queries are not neighbours in memory, and the
+    // rows of several heads share no distances.
+    enum : bool {
+        kReads = (ahead_form<M>() == AheadForm::Keys && !Place::kTransposed) ||
+                 (ahead_form<M>() == AheadForm::Distances && !Place::kPacked),
+        kKeys = ahead_form<M>() == AheadForm::Keys
+    };
 
     static constexpr int words() {
         if constexpr (!kReads) {
