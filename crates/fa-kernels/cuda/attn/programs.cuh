@@ -152,8 +152,8 @@ using Places = typename NumbersTo<Count>::Type;
 // The elements of the array that a program reads ahead, for N registers of a tile of S or S^T.
 template <class Place, int N, class M = Mods>
 struct Ahead {
-    // Enumerators, which are no symbols of a cubin. Neighbouring queries are not neighbours in memory, and the
-    // rows of several heads share no distances.
+    // Enumerators, which are no symbols of a cubin. Neighbouring queries are not neighbours in memory, and
+    // the rows of several heads share no distances.
     enum : bool {
         kReads = (ahead_form<M>() == AheadForm::Keys && !Place::kTransposed) ||
                  (ahead_form<M>() == AheadForm::Distances && !Place::kPacked),
