@@ -17,6 +17,7 @@ mod flags;
 mod hostile_numbers;
 mod kv_tensor;
 mod named_rows;
+mod names;
 mod packed_rows;
 mod page;
 mod plan;

@@ -2,9 +2,8 @@
 
 use fa_core::TensorLayout;
 
-use crate::packed_rows::KV;
+use crate::names::{KV, USED_K};
 use crate::safetensors::TensorFile;
-use crate::sequences::USED_K;
 use crate::term::failure::InputError;
 
 /// `[total_q, most]`: rows of the cache, counted over its pages; those outside of it name none.

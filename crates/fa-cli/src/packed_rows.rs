@@ -6,12 +6,10 @@ use fa_core::latent_rows::{LATENTS, LatentRows};
 use safetensors::Dtype;
 
 use crate::kv_tensor::KvTensor;
+use crate::names::KV;
 use crate::safetensors::{Stored, TensorFile, dtype_of};
 use crate::sequences::{SideTensors, shape_of};
 use crate::term::failure::InputError;
-
-/// The tensor.
-pub(crate) const KV: &str = "kv";
 
 /// Such keys: `[pages, page, 1, bytes]`, or `[batch, seqlen, 1, bytes]`.
 #[derive(Clone, Copy, Debug)]

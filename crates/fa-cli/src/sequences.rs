@@ -6,6 +6,7 @@ use fa_cpu::CpuError;
 use fa_cpu::batch::{Batch, Span};
 
 use crate::named_rows::{INDICES, NamedRows};
+use crate::names::USED_K;
 use crate::safetensors::{NewTensor, Plain, TensorFile};
 use crate::term::failure::InputError;
 
@@ -21,9 +22,6 @@ pub(crate) struct SideTensors {
     /// Whether each query names the rows that it sees, as a sequence of its own with pages of one row.
     pub named: bool,
 }
-
-/// The names of the keys in use: FlashAttention's of a packed batch and of a cache.
-pub(crate) const USED_K: [&str; 2] = ["seqused_k", "cache_seqlens"];
 
 impl SideTensors {
     /// Reads those that the file has.

@@ -84,8 +84,9 @@ seqlen_k - seqlen_q.
 
 With --latent (MLA), v holds the latents with which every key begins, and k the columns behind them: q is \
 [.., head_dim_v + k's], in that order, and --scale is that of the heads before absorption, as 192^-0.5 = \
-0.0721688 for DeepSeek. In the place of k and v, kv holds packed rows of 512 latents, U8 or F8_E4M3 [pages, page, \
-1, bytes of a row]: 656 (codes, four f32 scales, 64 columns of bf16), 584 (with e8m0 scales behind the rows \
+0.0721688 for DeepSeek. In the place of k and v, kv holds packed rows of 512 latents, U8 or F8_E4M3 \
+[pages, page, 1, bytes of a row]: 656 (codes, four f32 scales, 64 columns of bf16), 584 (with e8m0 \
+scales behind the rows \
 of the page) or 576 (codes times k_descale, f32 [1]); they become q's type.
 
 Tensors beside them, found by name:

@@ -31,8 +31,8 @@ pub fn candidates(
     let (mask, reads) = (MaskKind::of(&problem.mask), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
-    // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask. How long tiles
-    // are that a program masks is known on the device only.
+    // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask. How long
+    // tiles are that a program masks is known on the device only.
     let (alike, tile_order) = if mask == MaskKind::Full && !reads.varied && !problem.score.kind().masks() {
         (true, TileOrder::Natural)
     } else {
