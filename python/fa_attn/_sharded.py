@@ -151,6 +151,9 @@ class Gathered:
     def __init__(self, k, v, group, layout, stages):
         self.k, self.v, self.group, self.layout = k, v, group, layout
         self.world, heads = dist.get_world_size(group), k.shape[-2]
+        if k.dtype != v.dtype:
+            # One transfer would make one type of both.
+            raise InputError(f"k is {k.dtype} and v {v.dtype}: both need q's type")
         if not isinstance(stages, int) or stages < 1 or heads % stages:
             raise InputError(f"stages is {stages}: it must divide the {heads} K/V heads")
         size = heads // stages

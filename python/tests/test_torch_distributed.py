@@ -448,6 +448,8 @@ def test_what_is_not_computed_is_refused_by_name():
             call(q, k, v, alibi_slopes=torch.zeros(3), causal=True)
     with pytest.raises(fa_attn.InputError, match="stages is 3"):
         distributed.attention(q, k, v, stages=3)
+    with pytest.raises(fa_attn.InputError, match="k is torch.float32 and v torch.bfloat16"):
+        distributed.attention(q, k, v.bfloat16())
     with pytest.raises(fa_attn.InputError, match="layout is 'striped'"):
         distributed.attention(q, k, v, layout="striped")
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
