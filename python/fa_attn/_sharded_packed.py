@@ -148,7 +148,7 @@ def _ring(layout, name):
     ):
         """ring-flash-attention's function for packed sequences: q, k and v (rows, heads, head_dim) are this
         rank's rows of each sequence, dealt {layout}; `cu_seqlens` says where they begin, the same on every
-        rank, and is read on the host. Keys are gathered heads by heads, not passed around."""
+        rank, and is read on the host. Keys are gathered, not passed around."""
         check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
         options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes, q)
         if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:

@@ -4,8 +4,8 @@ Every rank holds some rows of Q, K and V and gets its rows of the output, and of
 are collective: each rank calls them, in the same order. Transfers are those of the caller's process group:
 NCCL on GPUs, gloo on CPUs.
 
-- `attention`: keys and values of some heads are gathered while those before them are computed; nothing is
-  merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
+- `attention`: keys and values are gathered, in stages those of some heads while others are computed; nothing
+  is merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
@@ -130,10 +130,10 @@ def attention(
 
     q (batch, rows, heads_q, head_dim), k and v (batch, rows, heads_kv, head_dim): this rank's rows, as many
     on every rank. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
-    after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each transfer
-    costs the host and the GPUs more than it hides. `alibi_slopes` and `sinks`: those of all heads, the same on
-    every rank; the gradient of sinks is that of this rank's rows, to be added up as those of weights are.
-    Returns out, in the shape of q, and with `return_lse` (out, lse).
+    after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each
+    transfer costs the host and the GPUs more than it hides. `alibi_slopes` and `sinks`: those of all heads,
+    the same on every rank; the gradient of sinks is that of this rank's rows, to be added up as those of
+    weights are. Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     place(group)
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
@@ -149,32 +149,34 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _exchanged(x, group, to_heads):
+def _by_heads(x, group, back):
     """Shards of rows as shards of heads: (batch, rows, heads, d) to (batch, world * rows, heads / world, d),
     or back."""
     world = dist.get_world_size(group)
     batch, rows, heads, dim = x.shape
-    if to_heads:
-        sends = x.reshape(batch, rows, world, heads // world, dim).permute(2, 0, 1, 3, 4).contiguous()
-    else:
+    if back:
         sends = x.reshape(batch, world, rows // world, heads, dim).transpose(0, 1).contiguous()
+    else:
+        sends = x.reshape(batch, rows, world, heads // world, dim).permute(2, 0, 1, 3, 4).contiguous()
     parts = torch.empty_like(sends)
     dist.all_to_all_single(parts, sends, group=group)
-    if to_heads:
-        return parts.transpose(0, 1).reshape(batch, world * rows, heads // world, dim)
-    return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, world * heads, dim)
+    if back:
+        return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, world * heads, dim)
+    return parts.transpose(0, 1).reshape(batch, world * rows, heads // world, dim)
 
 
 class _Exchange(torch.autograd.Function):
+    """`exchange` of rows there or `back`, whose gradient is the exchange the other way."""
+
     @staticmethod
-    def forward(ctx, x, group, to_heads):
-        ctx.given = (group, to_heads)
-        return _exchanged(x, group, to_heads)
+    def forward(ctx, x, exchange, group, back):
+        ctx.given = (exchange, group, back)
+        return exchange(x, group, back)
 
     @staticmethod
     def backward(ctx, gradient):
-        group, to_heads = ctx.given
-        return _Exchange.apply(gradient, group, not to_heads), None, None
+        exchange, group, back = ctx.given
+        return _Exchange.apply(gradient, exchange, group, not back), None, None, None
 
 
 def _ordered(x, world, layout, back=False):
@@ -223,9 +225,9 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
     own = slice(rank * heads_q // world, (rank + 1) * heads_q // world)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
-    q, k, v = (_ordered(_Exchange.apply(x, group, True), world, layout) for x in (q, k, v))
+    q, k, v = (_ordered(_Exchange.apply(x, _by_heads, group, False), world, layout) for x in (q, k, v))
     out = flash_attn_func(q, k, v, **options, **of_heads.of(own))
-    return _Exchange.apply(_ordered(out, world, layout, back=True), group, False)
+    return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
 
 
 def decode_attention(
@@ -278,8 +280,8 @@ def _ring(layout, name):
         group=None,
     ):
         """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows,
-        dealt {layout}. Keys are gathered heads by heads, not passed around: the results are the same, and
-        those of one GPU."""
+        dealt {layout}. Keys are gathered, not passed around: the results are the same, and those of one
+        GPU."""
         check(dropout_p)
         out, lse = attention(
             q,
@@ -311,8 +313,7 @@ ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = stacked(ring_fla
 
 def _dealt_anew(x, group, back):
     """Rows of (batch, rows, ..) that are striped, rank r with r, r + world, .., dealt zigzag, or back."""
-    world, rank = place(group)
-    owned = dealt("zigzag", world)
+    world = dist.get_world_size(group)
     batch, rows, *rest = x.shape
     piece = rows // (2 * world)
     if back:
@@ -321,26 +322,12 @@ def _dealt_anew(x, group, back):
     else:
         # Of every chunk this rank has some rows.
         chunks = x.reshape(batch, 2 * world, piece, *rest)
-        sends = torch.stack([chunks[:, own] for own in owned])
+        sends = torch.stack([chunks[:, own] for own in dealt("zigzag", world)])
     parts = torch.empty_like(sends)
     dist.all_to_all_single(parts, sends, group=group)
     if not back:
         return parts.movedim(0, 3).reshape(x.shape)
-    order = [chunk for own in owned for chunk in own]
-    chunks = parts.transpose(0, 1).reshape(batch, 2 * world, piece, *rest)
-    return chunks[:, [order.index(chunk) for chunk in range(2 * world)]].reshape(x.shape)
-
-
-class _DealtAnew(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, back):
-        ctx.given = (group, back)
-        return _dealt_anew(x, group, back)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        group, back = ctx.given
-        return _DealtAnew.apply(gradient, group, not back), None, None
+    return _ordered(parts.transpose(0, 1).reshape(x.shape), world, "zigzag")
 
 
 def stripe_flash_attn_func(
@@ -367,20 +354,10 @@ def stripe_flash_attn_func(
     agree(group, q, k, v, "stripes")
     world, _ = place(group)
     chunk_length(q.shape[1], 2 * world, "striped")
-    q, k, v = (_DealtAnew.apply(x, group, False) for x in (q, k, v))
-    out, lse = attention(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=True,
-        window_size=window_size,
-        deterministic=deterministic,
-        alibi_slopes=alibi_slopes,
-        group=group,
-        return_lse=True,
-    )
-    out = _DealtAnew.apply(out, group, True)
+    q, k, v = (_Exchange.apply(x, _dealt_anew, group, False) for x in (q, k, v))
+    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    out, lse, _ = zigzag_ring_flash_attn_func(q, k, v, *options, return_attn_probs=True, group=group)
+    out = _Exchange.apply(out, _dealt_anew, group, True)
     if not return_attn_probs:
         return out
     return out, _dealt_anew(lse.transpose(1, 2), group, True).transpose(1, 2).contiguous(), None
