@@ -372,20 +372,21 @@ _formula(
 )
 
 
+def _exponential_unit(recorder, x, alpha, exponent):
+    x, alpha = (recorder.converted(recorder.operand(one), "f32") for one in (x, alpha))
+    power = exponent.format(x.name, alpha.name)
+    text = f"select(0.0 < {x.name}, {x.name}, {alpha.name} * (exp({power}) - 1.0))"
+    return recorder.line(text, "f32", x, alpha)
+
+
 @_named("elu")
 def _elu(recorder, x, alpha=1.0, inplace=False):
-    x = recorder.converted(x, "f32")
-    alpha = recorder.converted(recorder.operand(alpha), "f32")
-    text = f"select(0.0 < {x.name}, {x.name}, {alpha.name} * (exp({x.name}) - 1.0))"
-    return recorder.line(text, "f32", x, alpha)
+    return _exponential_unit(recorder, x, alpha, "{0}")
 
 
 @_named("celu")
 def _celu(recorder, x, alpha=1.0, inplace=False):
-    x = recorder.converted(x, "f32")
-    alpha = recorder.converted(recorder.operand(alpha), "f32")
-    text = f"select(0.0 < {x.name}, {x.name}, {alpha.name} * (exp({x.name} / {alpha.name}) - 1.0))"
-    return recorder.line(text, "f32", x, alpha)
+    return _exponential_unit(recorder, x, alpha, "{0} / {1}")
 
 
 @_named("softplus")
