@@ -12,12 +12,17 @@ const DIGITS: usize = 16;
 const SYMBOLS: u32 = 2;
 const NO_BITS: u32 = 8;
 
+/// The bank with the addresses of global data: of all constants in the source that have a name, whether or not
+/// an instruction reads them, by the order of their mangled names. A kernel that reads none has no operand in
+/// it (`c[0x4]` in machine code), and is the same whatever it holds.
+const GLOBAL_BANK: &str = ".nv.constant4";
+
 /// Attributes of `.nv.info` that name a function: their value is a symbol and a number.
 const FORMAT_WORDS: u8 = 4;
 
 /// A hash of what each entry of a cubin executes: `.text`, `.nv.info`, `.nv.constant` and relocations of the
-/// entry, and what all entries share (`.nv.global`, constants without an entry). Two cubins with equal hashes
-/// run alike whatever their sources call things.
+/// entry, and constants without an entry. Two cubins with equal hashes run alike whatever their sources call
+/// things, as long as they read no global data ([`GLOBAL_BANK`]).
 ///
 /// `None` for a file that is no cubin.
 pub fn entry_codes(cubin: &[u8]) -> Option<BTreeMap<String, String>> {
@@ -112,9 +117,9 @@ impl<'a> Elf<'a> {
             let is_own = owner == entry;
             let is_entry = |owner: &str| self.sections.iter().any(|own| own.name == format!(".text.{owner}"));
             let kind = name.strip_suffix(&format!(".{entry}")).unwrap_or(name);
-            let counts =
-                [".text", ".nv.info", ".nv.constant", ".nv.global", ".nv.shared", ".nv.local", ".rela"];
-            if !counts.iter().any(|own| kind.starts_with(own)) || (!is_own && is_entry(owner)) {
+            let counts = [".text", ".nv.info", ".nv.constant", ".nv.shared", ".nv.local", ".rela"];
+            let is_left = !counts.iter().any(|own| kind.starts_with(own)) || name.ends_with(GLOBAL_BANK);
+            if is_left || (!is_own && is_entry(owner)) {
                 continue;
             }
             hash.update(format!("{kind} {size}\n"));

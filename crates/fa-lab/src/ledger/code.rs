@@ -78,8 +78,13 @@ impl Workshop {
     /// # Errors
     /// The first fault: a spill, fewer CTAs than planned, local memory, a missing instruction.
     pub fn registers(&self, unit: &Unit) -> Result<BTreeMap<Arch, u32>> {
-        let Some(spec) = unit.spec() else { return Ok(BTreeMap::new()) };
         let fault = |what: String| Error::Record(format!("{}: {what}", unit.name));
+        let source = unit.source(&self.headers)?;
+        let compiled = self.cache.get_named(&self.compiler, &unit.name, unit.spec(), &source)?;
+        if let Some(what) = machine_code_fault(unit.spec(), &compiled.cubin)? {
+            return Err(fault(what));
+        }
+        let Some(spec) = unit.spec() else { return Ok(BTreeMap::new()) };
         let shipped = [ShippedSpec { archs: unit.archs.clone(), spec: spec.clone() }];
         let built = ship::build(&shipped, &[], &self.compiler, &self.cache, &self.headers, &|_, _| ())?;
         if let Some(failure) = built.failures.first() {
@@ -95,18 +100,14 @@ impl Workshop {
                 return Err(fault(format!("on {}: beyond its limits: {report:?}", row.arch)));
             }
         }
-        let source = unit.source(&self.headers)?;
-        let compiled = self.cache.get_named(&self.compiler, &unit.name, Some(spec), &source)?;
-        if let Some(what) = machine_code_fault(spec, &compiled.cubin)? {
-            return Err(fault(what));
-        }
         Ok(built.rows.iter().map(|row| (row.arch, row.report.registers)).collect())
     }
 }
 
-/// What is wrong with the machine code of a kernel: instructions that it must hold, and local memory, which
-/// nothing may touch whatever the log says of spills. Without a disassembler the log's word is taken.
-fn machine_code_fault(spec: &KernelSpec, cubin: &[u8]) -> Result<Option<String>> {
+/// What is wrong with the machine code of a kernel: instructions that it must hold, local memory, which nothing
+/// may touch whatever the log says of spills, and global data, which hashes of code leave out
+/// ([`entry_codes`]). Without a disassembler the log's word is taken.
+fn machine_code_fault(spec: Option<&KernelSpec>, cubin: &[u8]) -> Result<Option<String>> {
     let Some(tool) = toolchain::find_tool("nvdisasm") else { return Ok(None) };
     let file = tempfile::NamedTempFile::new()?;
     std::fs::write(file.path(), cubin)?;
@@ -116,11 +117,16 @@ fn machine_code_fault(spec: &KernelSpec, cubin: &[u8]) -> Result<Option<String>>
     }
     let text = String::from_utf8_lossy(&done.stdout);
     let words: HashSet<&str> = text.split_whitespace().filter_map(|word| word.split('.').next()).collect();
-    let wanted: &[&str] = match spec.kernel.family() {
-        Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
-        Family::Sm90 if spec.kernel.computes_in_8_bits() => &["QGMMA", "UTMALDG", "USETMAXREG"],
-        Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
-        Family::Sm100 => &["UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "USETMAXREG"],
+    if text.contains("c[0x4]") {
+        return Ok(Some("reads global data (c[0x4]): a constant is no literal".to_owned()));
+    }
+    let family = spec.map(|spec| (spec.kernel.family(), spec.kernel.computes_in_8_bits()));
+    let wanted: &[&str] = match family {
+        None => &[],
+        Some((Family::Sm80, _)) => &["HMMA", "LDSM", "LDGSTS"],
+        Some((Family::Sm90, true)) => &["QGMMA", "UTMALDG", "USETMAXREG"],
+        Some((Family::Sm90, false)) => &["HGMMA", "UTMALDG", "USETMAXREG"],
+        Some((Family::Sm100, _)) => &["UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "USETMAXREG"],
     };
     let missing = wanted.iter().find(|word| !words.contains(*word)).map(|word| format!("no {word}"));
     let local = ["LDL", "STL"].into_iter().find(|word| words.contains(word)).map(str::to_owned);
