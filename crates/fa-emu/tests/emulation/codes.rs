@@ -270,12 +270,15 @@ fn check(own: &Own, seed: u64) {
     let (o, of) = (&found.outputs[0], &expected.outputs[0]);
     let wrong = o.iter().zip(of).position(|(&a, &b)| !same(a, b));
     assert_eq!(wrong.map(|at| (at, o[at], of[at])), None, "{spec} {problem:?} seed {seed}: O of {}", o.len());
-    let wrong = found.lse.iter().zip(&expected.lse).position(|(a, b)| a.to_bits() != b.to_bits() && !own.nan);
+    let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (own.nan && a.is_nan() && b.is_nan());
+    let wrong = found.lse.iter().zip(&expected.lse).position(|(&a, &b)| !same(a, b));
     assert_eq!(wrong.map(|at| (at, found.lse[at], expected.lse[at])), None, "{spec} {problem:?}: LSE");
     assert!(o.iter().any(|&bits| bits != 0 && !is_nan(own.types.0, bits)), "{spec}: nothing was computed");
     if own.nan {
         let count = o.iter().filter(|&&bits| is_nan(own.types.0, bits)).count();
         assert!(count > 0 && count < o.len(), "{spec}: {count} of {} are NaN", o.len());
+        let rows = found.lse.iter().filter(|lse| lse.is_nan()).count();
+        assert!(rows > 0 && rows < found.lse.len(), "{spec}: LSE of {rows} of {} is NaN", found.lse.len());
     }
 }
 
@@ -388,7 +391,8 @@ fn sm90_codes_give_the_bits_of_their_numbers() {
     }
 }
 
-/// A key that is NaN shows in the rows that see it, as in 16 bits.
+/// A key that is NaN shows in the rows that see it, as in 16 bits; with split keys, too, whose parts are
+/// combined.
 #[test]
 #[ignore = "emulation"]
 fn codes_that_are_nan_stay_so() {
@@ -399,5 +403,9 @@ fn codes_that_are_nan_stay_so() {
         (PREFILL, Arch::Sm90, BF16),
     ] {
         check(&Own { nan: true, ..Own::of(kernel, arch, types, Rows::Uniform(200, 200)) }, 2);
+    }
+    for (kernel, arch, types) in [(SMALL, Arch::Sm80, BF16), (SIMPLE, Arch::Sm90, F16)] {
+        let own = Own { nan: true, ..Own::of(kernel, arch, types, Rows::Uniform(70, 200)) };
+        check(&own.with(64, Mask::FULL, "split: true,", MIXED), 2);
     }
 }

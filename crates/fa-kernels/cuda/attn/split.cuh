@@ -215,7 +215,7 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
             }
         }
         if (params.lse != nullptr && (Shared ? thread : lane) == 0 && first_column == 0)
-            params.lse[target.lse] = sum > 0.f ? base + logf(sum) : minus_infinity();
+            params.lse[target.lse] = sum == 0.f ? minus_infinity() : base + logf(sum);
         if constexpr (Shared) cta_sync();
     }
 }

@@ -171,7 +171,7 @@ struct NoCodeCopy {
 
 // ---- Operands of the products, as warp_multiply() reads them ------------------------------------
 
-// Q, from shared memory, or from registers filled by read_all().
+// Q, from shared memory, or from registers filled by read_all(); with divide_keys in FourColumns' order.
 template <Sm80FwdConfig C>
 struct QOperand {
     using T = Traits<C>;
@@ -179,7 +179,9 @@ struct QOperand {
     static constexpr int kBlocks = T::kFragments;
 
     Registers& registers;
-    FragmentReader<typename T::Q, Operand::A, C.ldmatrix> reader;
+    Either<C.divide_keys, FourColumns<typename T::Q, Operand::A>,
+           FragmentReader<typename T::Q, Operand::A, C.ldmatrix>>
+        reader;
     int first_row;
 
     __device__ __forceinline__ QOperand(Registers& registers, int first_row)
@@ -409,7 +411,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Products -------------------------------------------------------------------------------
 
-    const Either<C.divide_keys, sm80::DividedQ<C>, sm80::QOperand<C>> q_operand(q, warp_row);
+    const sm80::QOperand<C> q_operand(q, warp_row);
     const sm80::KOperand<C> k_operand;
     const sm80::VOperand<C> v_operand;
     auto multiply_s = [&](int stage) {

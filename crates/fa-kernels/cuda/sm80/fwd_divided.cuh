@@ -135,10 +135,11 @@ struct WarpCopy {
 
 // ---- Operands -----------------------------------------------------------------------------------
 
-// Reads columns 4t to 4t + 3 of each 16, t being the lane's number in its quad, of row g = lane / 4 of a
-// tile: in this order of columns a word of codes has both pairs that a lane needs of a contraction step.
-template <class Tile>
+// Reads fragments of Q or K, as FragmentReader, but in columns 4t to 4t + 3 of each 16, t being the lane's
+// number in its quad: in this order a word of codes has both pairs that a lane needs of a contraction step.
+template <class Tile, Operand Kind>
 struct FourColumns {
+    static_assert(Kind == Operand::A || Kind == Operand::BStoredNK);
     u32 lane_offset;
 
     __device__ __forceinline__ FourColumns() {
@@ -146,8 +147,17 @@ struct FourColumns {
         lane_offset = row * Tile::kRowBytes + ((Tile::twist(row) ^ four / 2) << 4) + four % 2 * 8;
     }
 
-    // Of the row `row` below, a multiple of 8, in the columns from `column` on, a multiple of 16.
-    __device__ __forceinline__ void read(u32& first, u32& second, u32 address, int row, int column) const {
+    // The 16 x 16 fragment at (row, column), multiples of 16.
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
+        constexpr bool kA = Kind == Operand::A;
+        read_pairs(regs[0], regs[kA ? 2 : 1], address, row, column);
+        read_pairs(regs[kA ? 1 : 2], regs[3], address, row + 8, column);
+    }
+
+  private:
+    // Both pairs of the lane in row `row` + lane / 4.
+    __device__ __forceinline__ void read_pairs(u32& first, u32& second, u32 address, int row,
+                                               int column) const {
         const u32 chunk = Tile::chunk(column) << 4, at = address + lane_offset;
         load_shared_u32x2(
             first, second,
@@ -155,68 +165,25 @@ struct FourColumns {
     }
 };
 
-// Q, in FourColumns' order.
-template <Sm80FwdConfig C>
-struct DividedQ {
-    using T = DividedTraits<C>;
-    using Registers = u32[C.q_in_regs ? C.head_dim / 16 : 1][T::kRowBlocks][4];
-    static constexpr int kBlocks = T::kRowBlocks;
-
-    Registers& registers;
-    FourColumns<SmemTile<C.tile_m, C.head_dim, C.swizzle>> reader;
-
-    __device__ __forceinline__ DividedQ(Registers& registers, int) : registers(registers) {}
-
-    __device__ __forceinline__ void read_shared(u32 (&regs)[4], u32 address, int block, int step) const {
-        reader.read(regs[0], regs[2], address, 16 * block, 16 * step);
-        reader.read(regs[1], regs[3], address, 16 * block + 8, 16 * step);
-    }
-    __device__ __forceinline__ void read_all(u32 address) const {
-#pragma unroll
-        for (int step = 0; step < C.head_dim / 16; ++step) {
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-                read_shared(registers[step][block], address, block, step);
-        }
-    }
-    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
-        if constexpr (C.q_in_regs) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) regs[i] = registers[step][block][i];
-        } else {
-            read_shared(regs, address, block, step);
-        }
-    }
-};
-
-// Multiplies two numbers by a descale each and rounds the products.
-template <Dtype T>
-__device__ __forceinline__ u32 scale_pair(u32 pair, float low, float high) {
-    return pack<T>(unpack_low<T>(pair) * low, unpack_high<T>(pair) * high);
-}
-
 // Two pairs of numbers of a word of codes. With Exact, NaN comes out as NaN.
 template <Sm80FwdConfig C, bool Apart, bool Exact>
 __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[2]) {
     using Numbers = Decoder<C.kv_dtype, C.dtype>;
     Numbers::template decode_pairs<Apart>(word, pairs);
-    if constexpr (Exact && kHidesNan<C.kv_dtype, C.dtype>) {
-        const u32 bits = Numbers::nan_bits(word);
-        pairs[0] = Numbers::with_nan(pairs[0], bytes_of<Apart ? 0x2404 : 0x1404>(bits, 0));
-        pairs[1] = Numbers::with_nan(pairs[1], bytes_of<Apart ? 0x3414 : 0x3424>(bits, 0));
-    }
+    if constexpr (Exact && Numbers::kHidesNan)
+        Numbers::template add_nan<Apart>(Numbers::nan_bits(word), pairs);
 }
 
 // Adds to `nan` whether a code of the word is NaN that decode_pairs() hides: adding 1 to it changes the top
 // bit of its byte.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ void note_nan(u32 word, u32& nan) {
-    if constexpr (kHidesNan<C.kv_dtype, C.dtype>) nan |= word + 0x01010101 ^ word;
+    if constexpr (Decoder<C.kv_dtype, C.dtype>::kHidesNan) nan |= word + 0x01010101 ^ word;
 }
 // Whether note_nan() has seen one in any lane.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ bool any_nan(u32 nan) {
-    return kHidesNan<C.kv_dtype, C.dtype> && warp_any(nan & 0x80808080);
+    return Decoder<C.kv_dtype, C.dtype>::kHidesNan && warp_any(nan & 0x80808080);
 }
 
 // The descales of a warp's keys; null for none.
@@ -237,7 +204,8 @@ struct DividedK {
     Held& held;
     KeyDescales descales;
     u32& nan;
-    Either<T::kCodes, FragmentReader<typename T::K, Operand::BStoredNK, true>, FourColumns<typename T::K>>
+    Either<T::kCodes, FragmentReader<typename T::K, Operand::BStoredNK, true>,
+           FourColumns<typename T::K, Operand::BStoredNK>>
         reader;
 
     __device__ __forceinline__ DividedK(Held& held, const float* descales, u32& nan)
@@ -259,8 +227,7 @@ struct DividedK {
                     regs[2 * half + i] = Exact ? scale_pair<C.dtype>(pairs[i], factor, factor) : pairs[i];
             }
         } else {
-            reader.read(regs[0], regs[1], address, 16 * block, 16 * step);
-            reader.read(regs[2], regs[3], address, 16 * block + 8, 16 * step);
+            reader.read(regs, address, 16 * block, 16 * step);
         }
     }
 };

@@ -77,12 +77,12 @@ struct ClusterRow {
         for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
         sum += exp2_approx((sink - base) * kLog2e);
         weight *= sum > 0.f ? 1.f / sum : 0.f;
-        lse = sum > 0.f ? base + logf(sum) : minus_infinity();
+        lse = sum == 0.f ? minus_infinity() : base + logf(sum);
 #pragma unroll
         for (int i = 0; i < kMaxClusterParts; ++i) {
             const float factor = shuffle_from(weight, i);
             // O of a part without a visible key is not written.
-            if (!(factor > 0.f)) continue;
+            if (factor == 0.f) continue;
             out.x += factor * parts[i].x;
             out.y += factor * parts[i].y;
             out.z += factor * parts[i].z;

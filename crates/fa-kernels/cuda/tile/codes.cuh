@@ -23,15 +23,19 @@ struct Decoder {
     static_assert(is_code(Code) && (T == Dtype::F16 || T == Dtype::Bf16));
     static constexpr bool kF16 = T == Dtype::F16;
     static constexpr bool kConverts = kF16 && kConvertsE4m3;
+    // Whether decode_pairs() gives +-480 for NaN.
+    static constexpr bool kHidesNan = Code == Dtype::E4m3 && !kConverts;
 
     // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and
-    // the odd. NaN comes out as +-480.
+    // the odd.
     template <bool Apart>
     __device__ __forceinline__ static void decode_pairs(u32 word, u32 (&values)[2]) {
         if constexpr (Code == Dtype::Int8) {
             decode_int8(Apart ? bytes_of<0x3120>(word, 0) : word, values);
         } else if constexpr (kConverts) {
-            decode_e4m3(Apart ? bytes_of<0x3120>(word, 0) : word, values);
+            const u32 ordered = Apart ? bytes_of<0x3120>(word, 0) : word;
+            values[0] = f16_of_e4m3(u16(ordered));
+            values[1] = f16_of_e4m3(u16(ordered >> 16));
         } else {
             // The byte above a code is its sign, eight times. Shifted, sign, exponent and mantissa are in
             // their places in T, 2^(bias of T - bias of e4m3) too small.
@@ -43,25 +47,6 @@ struct Decoder {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 values[i] = fma_packed<T>(extended[i] << (kF16 ? 7 : 4) & kPlaces, kFactor, kNothing);
-        }
-    }
-
-    // The lower and the upper two codes of a word, as numbers: NaN comes out as +-480.
-    __device__ __forceinline__ static void decode_e4m3(u32 word, u32 (&values)[2]) {
-        if constexpr (kConverts) {
-            values[0] = f16_of_e4m3(u16(word));
-            values[1] = f16_of_e4m3(u16(word >> 16));
-        } else {
-            // Exponent and mantissa move to their places in T, 2^(bias of T - bias of e4m3) too small.
-            constexpr u32 kPlaces = kF16 ? 0x3f803f80 : 0x07f007f0;
-            constexpr u32 kFactor = kF16 ? 0x5c005c00 : 0x7b807b80;  // 2^8, 2^120
-            constexpr u32 kNothing = 0x80008000;                     // -0
-            const u32 upper[2] = {bytes_of<0x1404>(word, 0), bytes_of<0x3424>(word, 0)};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 small = upper[i] >> (kF16 ? 1 : 4) & kPlaces | upper[i] & 0x80008000;
-                values[i] = fma_packed<T>(small, kFactor, kNothing);
-            }
         }
     }
 
@@ -86,9 +71,11 @@ struct Decoder {
     __device__ __forceinline__ static u32 nan_bits(u32 word) {
         return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
     }
-    // Sets the exponents of two numbers whose codes' NaN bits are the top bits of the halves.
-    __device__ __forceinline__ static u32 with_nan(u32 values, u32 bits) {
-        return values | bits - (bits >> (kF16 ? 5 : 8));
+    // Makes NaN of the numbers of decode_pairs() whose codes have a bit in nan_bits().
+    template <bool Apart>
+    __device__ __forceinline__ static void add_nan(u32 bits, u32 (&values)[2]) {
+        values[0] = with_nan(values[0], bytes_of<Apart ? 0x2404 : 0x1404>(bits, 0));
+        values[1] = with_nan(values[1], bytes_of<Apart ? 0x3414 : 0x3424>(bits, 0));
     }
 
     // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if
@@ -98,35 +85,28 @@ struct Decoder {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 pairs[2];
-            if constexpr (Code == Dtype::Int8) {
-                decode_int8(codes.words[i], pairs);
-            } else {
-                decode_e4m3(codes.words[i], pairs);
-                if constexpr (!kConverts) {
-                    const u32 bits = nan_bits(codes.words[i]);
-                    nan |= bits;
-                    if constexpr (KeepsNan) {
-                        pairs[0] = with_nan(pairs[0], bytes_of<0x1404>(bits, 0));
-                        pairs[1] = with_nan(pairs[1], bytes_of<0x3424>(bits, 0));
-                    }
-                }
+            decode_pairs<false>(codes.words[i], pairs);
+            if constexpr (kHidesNan) {
+                const u32 bits = nan_bits(codes.words[i]);
+                nan |= bits;
+                if constexpr (KeepsNan) add_nan<false>(bits, pairs);
             }
             values[i / 2].words[i % 2 * 2] = pairs[0];
             values[i / 2].words[i % 2 * 2 + 1] = pairs[1];
         }
     }
+
+  private:
+    // Sets the exponents of two numbers whose codes' NaN bits are the top bits of the halves.
+    __device__ __forceinline__ static u32 with_nan(u32 values, u32 bits) {
+        return values | bits - (bits >> (kF16 ? 5 : 8));
+    }
 };
 
-// Whether decode_pairs() gives +-480 for NaN.
-template <Dtype Code, Dtype T>
-constexpr bool kHidesNan = Code == Dtype::E4m3 && !(T == Dtype::F16 && kConvertsE4m3);
-
-// Multiplies eight numbers by `factor` in f32 and rounds the products.
+// Multiplies two numbers by a descale each, in f32, and rounds the products.
 template <Dtype T>
-__device__ __forceinline__ void scale_values(Vec16& values, float factor) {
-#pragma unroll
-    for (u32& pair : values.words)
-        pair = pack<T>(unpack_low<T>(pair) * factor, unpack_high<T>(pair) * factor);
+__device__ __forceinline__ u32 scale_pair(u32 pair, float low, float high) {
+    return pack<T>(unpack_low<T>(pair) * low, unpack_high<T>(pair) * high);
 }
 
 // A place in a cache, in units of 16 bytes, that is of no row: its codes are zeros.
@@ -210,7 +190,11 @@ struct CodeTile {
                 Decoder<Code, T>::template decode<KeepsNan>(codes, values, nan);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    if constexpr (Scales) scale_values<T>(values[i], factors[row(thread, sweep)]);
+                    if constexpr (Scales) {
+                        const float factor = factors[row(thread, sweep)];
+#pragma unroll
+                        for (u32& pair : values[i].words) pair = scale_pair<T>(pair, factor, factor);
+                    }
                     *reinterpret_cast<Vec16*>(tile + first[i] + sweep * kSweep * Tile::kRowBytes +
                                               Tile::panel_offset(panel * kPanel)) = values[i];
                 }
