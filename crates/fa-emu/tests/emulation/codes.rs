@@ -347,6 +347,8 @@ fn sm80_codes_give_the_bits_of_their_numbers() {
         of(SMALL, BF16_INT8, Rows::Uniform(70, 330)).with(72, window, "", MIXED),
         of(IN_REGISTERS, F16_INT8, Rows::Uniform(140, 200)).with(80, Mask::CAUSAL, "softcap: true,", MIXED),
         of(IN_REGISTERS, BF16, Rows::Uniform(1, 70)).with(256, Mask::CAUSAL, "alibi: true,", TOKENS),
+        // Parts without keys, of the first rows.
+        of(SMALL, F16, Rows::Uniform(200, 200)).with(64, Mask::CAUSAL, "split: true,", MIXED),
         of(SMALL, BF16, Rows::Varied(Lie::Packed, false)).with(64, Mask::CAUSAL, VARIED, MIXED),
         of(SMALL, F16, Rows::Varied(Lie::Padded, false)).with(128, window, VARIED, TOKENS),
         of(PACKED, F16, Rows::Varied(Lie::PackedUsed, true)).with(64, Mask::FULL, VARIED, TOKENS),
@@ -374,6 +376,8 @@ fn sm90_codes_give_the_bits_of_their_numbers() {
     let split = "varied: true, paged: true, split: true, sinks: true,";
     let cases = [
         of(PREFILL, BF16, Rows::Uniform(300, 300)).with(128, Mask::CAUSAL, "", MIXED),
+        // Parts without keys, of the first rows.
+        of(PREFILL, BF16, Rows::Uniform(200, 200)).with(128, Mask::CAUSAL, "split: true,", MIXED),
         of(PREFILL, F16_INT8, Rows::Varied(Lie::Packed, false)).with(64, Mask::CAUSAL, VARIED, TOKENS),
         of(PREFILL, BF16, Rows::Varied(Lie::Paged(16), false)).with(128, window, PAGED, NONE),
         of(STATIC, F16, Rows::Uniform(200, 330)).with(80, Mask::FULL, "softcap: true,", MIXED),

@@ -50,6 +50,24 @@ __device__ __forceinline__ PartialRows partial_rows(SharedStorage<C>& smem, cons
     return workspace_rows(params, tile, heads);
 }
 
+// store_nothing_partial() for a part of the cluster: O is zero, as ClusterRow loads it with LSE.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void store_no_part(SharedStorage<C>& smem, const FwdParams& params,
+                                              const WorkTile& tile, int heads, int row, int end,
+                                              int row_in_tile) {
+    const PartialRows rows = partial_rows<C>(smem, params, tile, heads);
+    store_nothing_partial(rows, row, end, row_in_tile);
+    if constexpr (Traits<C>::kPartsInClusters) {
+        if (cluster_cta_count() == 1) return;
+        for (int r = 0; r < 2; ++r) {
+            if (row + 8 * r >= end) continue;
+            float* out = rows.out + (row_in_tile + 8 * r) * rows.stride;
+            for (int column = 4 * (thread_index() % 4); column < params.shape.head_dim_v; column += 16)
+                *reinterpret_cast<float4*>(out + column) = {};
+        }
+    }
+}
+
 // The result of a row over all parts of the cluster, by one warp: 4 columns of each lane.
 struct ClusterRow {
     float4 out = {};
@@ -81,7 +99,7 @@ struct ClusterRow {
 #pragma unroll
         for (int i = 0; i < kMaxClusterParts; ++i) {
             const float factor = shuffle_from(weight, i);
-            // O of a part without a visible key is not written.
+            // A part without a visible key.
             if (factor == 0.f) continue;
             out.x += factor * parts[i].x;
             out.y += factor * parts[i].y;

@@ -417,7 +417,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 }
             }
             if (C.split && tile.splits > 1) {
-                store_nothing_partial(partial_rows<C>(smem, params, tile, heads), row, end(), own_row);
+                store_no_part<C>(smem, params, tile, heads, row, end(), own_row);
             } else {
                 store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
             }
