@@ -172,6 +172,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
         if constexpr (Sinks) sum += exp2_approx((sink - base) * kLog2e);
         const float factor = sum > 0.f ? 1.f / sum : 0.f;
+        if (params.lse != nullptr && (Shared ? thread : lane) == 0 && first_column == 0)
+            params.lse[target.lse] = base + logf(sum);
 
         float4 acc[kParts] = {};
         const float* out = params.split.out_partial + first * columns;
@@ -214,8 +216,6 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
                 to[1] = pack<T>(acc[part].z, acc[part].w);
             }
         }
-        if (params.lse != nullptr && (Shared ? thread : lane) == 0 && first_column == 0)
-            params.lse[target.lse] = sum == 0.f ? minus_infinity() : base + logf(sum);
         if constexpr (Shared) cta_sync();
     }
 }

@@ -95,7 +95,7 @@ struct ClusterRow {
         for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
         sum += exp2_approx((sink - base) * kLog2e);
         weight *= sum > 0.f ? 1.f / sum : 0.f;
-        lse = sum == 0.f ? minus_infinity() : base + logf(sum);
+        lse = base + logf(sum);
 #pragma unroll
         for (int i = 0; i < kMaxClusterParts; ++i) {
             const float factor = shuffle_from(weight, i);

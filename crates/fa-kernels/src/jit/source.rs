@@ -360,8 +360,10 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
     let call = |entry: &str, threads: u32, params: &str, call: String| {
-        // Registers would be halved for a second CTA.
-        let alone = entry == PLAN || ARRAY_GRADIENTS.contains(&entry);
+        // Registers would be halved for a second CTA; combining wide rows would spill at that.
+        let alone = entry == PLAN
+            || ARRAY_GRADIENTS.contains(&entry)
+            || (entry == COMBINE && combines_wide_rows(spec));
         let threads = if alone { format!("{threads}, 1") } else { threads.to_string() };
         format!(
             "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
