@@ -37,7 +37,8 @@ struct BwdParams {
     // Workspace of the same shape: the rows' sums of O * dO less dLSE; 0 beyond the end.
     float* dpsum;
     // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before
-    // its scale, each tile in the register order of the kernel that adds to it.
+    // its scale, each tile in the register order of the kernel that adds to it. Null where a tile has
+    // all keys.
     float* dq_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits >
     // 1.

@@ -262,6 +262,9 @@ struct Sm90BwdConfig {
     // One CTA per SM, which draws tiles from a counter: the next tile's loads run under the end of the
     // current one, whose dK and dV are stored through the buffer of dS.
     bool persistent;
+    // A tile has all keys of its sequence, of equal lengths: dQ goes from registers to its tensor in 16
+    // bits, without accumulators and without a launch that converts them.
+    bool whole_keys;
     // The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With
     // equal lengths the tile of keys that stores was drawn before the others: the first one under a full
     // mask; under a causal mask or a window the last one that the queries see, as tiles are drawn with the

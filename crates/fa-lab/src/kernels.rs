@@ -184,6 +184,10 @@ impl LabKernel for Sm90Bwd {
                 |k| k.dq_via_smem = !k.dq_via_smem,
                 |k| k.dq_slices = 3 - k.dq_slices,
                 |k| k.persistent = !k.persistent,
+                |k| {
+                    k.whole_keys = !k.whole_keys;
+                    k.dq_via_smem &= !k.whole_keys;
+                },
                 |k| k.tile_order = other(k.tile_order),
             ],
         )

@@ -327,7 +327,8 @@ impl ShownKernel for Sm90Bwd {
             format!("dK/dV from {}", if self.mma_dkv_is_rs { "regs" } else { "smem" }),
             format!("stages {} {} {}", self.q_stages, self.do_stages, self.pds_stages),
         ]);
-        knobs.extend(switched_on([(!self.dq_via_smem, "dQ by atomics")]));
+        let by_atomics = !self.dq_via_smem && !self.whole_keys;
+        knobs.extend(switched_on([(by_atomics, "dQ by atomics"), (self.whole_keys, "whole keys")]));
         if self.dq_slices > 1 {
             knobs.push(format!("dQ in {} slices", self.dq_slices));
         }

@@ -18,6 +18,8 @@ pub struct BackwardTraits {
     pub may_store_dq: bool,
     /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
     pub dq_semaphores: usize,
+    /// dQ has no accumulators: a tile has all keys of its sequence.
+    pub whole_keys: bool,
 }
 
 /// Bytes of codes that an SM has room for in flight, but for the limits on their stages.
@@ -150,7 +152,8 @@ impl Sm90Bwd {
     fn backward(&self, spec: &KernelSpec) -> Option<BackwardTraits> {
         let by_warpgroup = spec.reads.varied && !self.deterministic && !spec.score.masks();
         let dq_semaphores = if by_warpgroup { 2 * self.num_wg as usize } else { 1 };
-        Some(BackwardTraits { may_store_dq: self.may_store_dq(spec), dq_semaphores })
+        let may_store_dq = self.may_store_dq(spec);
+        Some(BackwardTraits { may_store_dq, dq_semaphores, whole_keys: self.whole_keys })
     }
 }
 
@@ -161,7 +164,7 @@ impl Sm80Bwd {
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
         let dq_semaphores = if self.dq_first > 0 { 2 } else { 1 };
-        Some(BackwardTraits { may_store_dq: false, dq_semaphores })
+        Some(BackwardTraits { may_store_dq: false, dq_semaphores, whole_keys: false })
     }
 }
 

@@ -284,6 +284,14 @@ impl KernelSpec {
             let why = "gather needs paged: keys in one piece are loaded by TMA; use gather = false";
             return conflict(why.into());
         }
+        let has_whole_keys = self.backward().is_some_and(|own| own.whole_keys);
+        if has_whole_keys && (varied || self.mask == MaskKind::Window || self.score.program.is_some()) {
+            return conflict(
+                "whole_keys needs varied = false, a full or causal mask and no program: a tile has all keys of \
+                 a sequence, and every query sees one of them; use whole_keys = false"
+                    .into(),
+            );
+        }
         let cluster = self.traits().cluster;
         if varied && cluster > 1 {
             return conflict(format!(

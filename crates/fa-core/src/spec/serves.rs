@@ -187,6 +187,9 @@ impl KernelSpec {
             let text = |own: Option<Interned>| own.map_or("no program".to_owned(), |own| own.to_string());
             return differs("program", text(have.program), text(need.program));
         }
+        if self.backward().is_some_and(|traits| traits.whole_keys) {
+            self.check_whole_keys(problem)?;
+        }
         let (group, tile_m, parts) = (problem.group_size(), self.tile().0, traits.head_parts);
         if !group.is_multiple_of(parts as usize) {
             let kernel = format!("groups of a multiple of {parts}");
@@ -200,6 +203,22 @@ impl KernelSpec {
             return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
         }
         Ok(())
+    }
+
+    /// A tile has all keys, and every query sees one of them: no tile would write the dQ of others.
+    fn check_whole_keys(&self, problem: &Problem) -> Result<(), Mismatch> {
+        let (queries, keys) = (problem.lengths.max_q(), problem.lengths.max_k());
+        let tile_n = self.tile().1;
+        let all_see_keys = self.mask == MaskKind::Full || queries <= keys;
+        if (1..=tile_n as usize).contains(&keys) && all_see_keys {
+            return Ok(());
+        }
+        let causal = if self.mask == MaskKind::Full { "" } else { ", as many as queries at least" };
+        Err(Mismatch {
+            what: "whole_keys",
+            kernel: format!("1 to {tile_n} keys{causal}"),
+            problem: format!("{queries} queries and {keys} keys"),
+        })
     }
 
     /// The rows of a head and the tiles of all heads fit a launch.

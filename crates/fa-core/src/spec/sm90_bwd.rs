@@ -53,6 +53,10 @@ kernel_params! {
         /// current one, whose dK and dV are stored through the buffer of dS.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         persistent: bool = false,
+        /// A tile has all keys of its sequence, of equal lengths: dQ goes from registers to its tensor in 16
+        /// bits, without accumulators and without a launch that converts them.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        whole_keys: bool = false,
     }
 }
 
@@ -120,6 +124,13 @@ impl Sm90Bwd {
                 "mma_dkv_is_rs needs sdp_swap_ab without dkv_swap_ab, atom_layout_m_sdp = 1 and \
                  atom_layout_n_dkv = num_wg: a warpgroup must own the rows of dK and dV whose P \
                  and dS it computes"
+                    .into(),
+            ));
+        }
+        if self.whole_keys && (self.dq_via_smem || self.dq_swap_ab || self.deterministic) {
+            return Err(SpecError::Conflict(
+                "whole_keys needs dq_via_smem, dq_swap_ab and deterministic = false: rows of dQ leave from \
+                 registers, and no tile waits for another"
                     .into(),
             ));
         }
@@ -197,6 +208,7 @@ impl Sm90Bwd {
             tile_order,
             deterministic,
             persistent,
+            whole_keys,
         } = self;
         let swaps = [(sdp_swap_ab, "S"), (dkv_swap_ab, "K"), (dq_swap_ab, "Q")];
         let swaps: String = swaps.into_iter().filter(|(on, _)| **on).map(|(_, name)| name).collect();
@@ -211,6 +223,7 @@ impl Sm90Bwd {
             (*tile_order == TileOrder::LongestFirst, "lpt".into()),
             (*deterministic, "det".into()),
             (*persistent, "pt".into()),
+            (*whole_keys, "whole".into()),
         ]
     }
 }

@@ -50,6 +50,7 @@ fn backward() -> KernelSpec {
             tile_order: TileOrder::LongestFirst,
             deterministic: false,
             persistent: false,
+            whole_keys: false,
         }),
         ..sm80()
     }
@@ -73,6 +74,47 @@ fn backward_shapes_follow_the_tensor_cores() {
     refused(|k| k.tile_n = 144, "tile_n = 144");
     let room = "pds_stages * tile_m = 64 is below the head dim 128";
     refused(|k| (k.persistent, k.pds_stages) = (true, 1), room);
+}
+
+#[test]
+fn tiles_of_all_keys_are_refused_what_they_do_not_compute() {
+    let whole = |change: fn(&mut KernelSpec, &mut Sm90Bwd)| {
+        let mut spec = backward();
+        let Kernel::Sm90Bwd(kernel) = spec.kernel.clone() else { panic!("a backward") };
+        let mut kernel = Sm90Bwd { whole_keys: true, dq_via_smem: false, dq_swap_ab: false, ..kernel };
+        change(&mut spec, &mut kernel);
+        KernelSpec { kernel: Kernel::Sm90Bwd(kernel), ..spec }
+    };
+    for change in [
+        (|_, k| k.dq_via_smem = true) as fn(&mut KernelSpec, &mut Sm90Bwd),
+        |_, k| k.dq_swap_ab = true,
+        |_, k| k.deterministic = true,
+        |spec, _| spec.mask = MaskKind::Window,
+        |spec, _| spec.reads.varied = true,
+        |spec, _| spec.score.program = crate::program::Program::parse("s * 2").unwrap().intern().ok(),
+    ] {
+        let error = whole(change).check().expect_err("must be refused").to_string();
+        assert!(error.contains("whole_keys needs"), "{error}");
+    }
+    for mask in [Mask::FULL, Mask::CAUSAL] {
+        let mut spec = whole(|_, _| ());
+        spec.mask = MaskKind::of(&mask);
+        assert_eq!(spec.check(), Ok(()));
+        assert!(KernelSpec::from_ron(&spec.to_ron()).is_ok_and(|read| read == spec));
+        let (wide, dtype) = (spec.tile().1 as usize, spec.types.q);
+        let of = |queries, keys| {
+            let problem = Problem::square(3, 1, 2, spec.head_dim as usize, mask, dtype);
+            spec.serves(&problem.with_lengths(Lengths::uniform(3, queries, keys)))
+        };
+        for (queries, keys) in [(1, 1), (1, wide), (wide, wide), (0, 5)] {
+            assert_eq!(of(queries, keys), Ok(()), "{mask} {queries} {keys}");
+        }
+        assert_eq!(of(300, 9).is_ok(), mask.is_full());
+        for (queries, keys) in [(64, wide + 1), (5, 0)] {
+            let error = of(queries, keys).expect_err("must be refused");
+            assert_eq!(error.what(), "whole_keys", "{error}");
+        }
+    }
 }
 
 #[test]
@@ -280,7 +322,9 @@ fn parameters_are_those_of_the_text_in_its_order() {
             later.extend(["pack_gqa", "exact_div", "divide_keys"]);
         }
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
-        later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));
+        if matches!(spec.kernel, Kernel::Sm90Bwd(_)) {
+            later.extend(["persistent", "whole_keys"]);
+        }
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());

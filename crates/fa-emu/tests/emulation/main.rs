@@ -24,6 +24,7 @@ mod values;
 mod varied;
 mod varied_faults;
 mod varied_sm80;
+mod whole_keys;
 mod wide;
 
 use std::path::Path;

@@ -203,7 +203,7 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             [&](int query) { return i64(batch_head) * seqlen.q() + query; },
             [&](int query) { return i64(batch_head) * params.m_blocks * C.tile_m + query; },
             [&] {
-                if (!stores_dq<C>(params, part))
+                if (keeps_dq_sums<C>() && !stores_dq<C>(params, part))
                     clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
                 if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
             });

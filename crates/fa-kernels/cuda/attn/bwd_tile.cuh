@@ -75,6 +75,16 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
     return head >= params.sections * params.heads_per_section;
 }
 
+// Whether dQ has f32 accumulators: not where a tile has all keys of its sequence.
+template <auto C>
+constexpr bool keeps_dq_sums() {
+    if constexpr (requires { C.whole_keys; }) {
+        return !C.whole_keys;
+    } else {
+        return true;
+    }
+}
+
 // Whether the first sum of a tile of dQ is stored instead of added (see may_store_dq in config.cuh).
 template <auto C>
 constexpr bool may_store_dq() {

@@ -7,6 +7,7 @@
 #include "attn/programs.cuh"
 #include "attn/query_range.cuh"
 #include "attn/score_mod.cuh"
+#include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "attn/visibility.cuh"
 #include "bwd_params.cuh"
@@ -334,6 +335,24 @@ struct BwdConsumer {
         named_barrier_arrive(kDqReady + wg, 128 + 32);
     }
 
+    // Stores a slice of dQ, which has no other sums: all keys are the tile's.
+    template <int Slice>
+    __device__ __forceinline__ void store_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
+                                             int m_block) {
+        const int queries = visible.seqlen.q();
+        const int first = m_block * C.tile_m + T::CutDq::first_m(wg) + 16 * warp + lane / 4;
+#pragma unroll
+        for (int b = 0; b < T::kDqBlocks; ++b) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int query = first + 64 * (Slice * T::kDqBlocks + b) + 8 * r;
+                u16* const out = view(params.dq).row(tile.batch, visible.seqlen.q_offset() + query, head);
+                store_fragment_row<C.dtype>(r, out, query < queries, dq[b], params.score.scale,
+                                            T::CutDq::first_n(wg), params.shape.head_dim);
+            }
+        }
+    }
+
     // Adds a slice of dQ: through the buffer and the dQ warp, or directly to global memory.
     template <int Slice>
     __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
@@ -353,6 +372,8 @@ struct BwdConsumer {
                 }
             }
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
+        } else if constexpr (C.whole_keys) {
+            store_dq<Slice>(dq, head, m_block);
         } else {
             if (C.deterministic && Slice == 0) wait_dq_free();
             float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;

@@ -147,6 +147,9 @@ struct BwdTraits : BwdLayout<C> {
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 &&
                                        C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the warpgroup that computed them");
+    static_assert(!C.whole_keys || (!C.dq_via_smem && !C.dq_swap_ab && !C.deterministic && !C.varied &&
+                                    C.mask != MaskKind::Window && !kMaskProgram),
+                  "every query sees a key of the only tile, which stores its dQ from registers");
 };
 
 // Named barriers; 0 is cta_sync.

@@ -127,7 +127,7 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
     let all = [
         (ENTRY, true),
         (PREPROCESS, is_backward),
-        (POSTPROCESS, is_backward),
+        (POSTPROCESS, sums_dq(spec)),
         (POSTPROCESS_KV, is_backward),
         (DSINKS, is_backward && spec.score.sinks),
         (PLAN, spec.reads.varied),
@@ -138,6 +138,11 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
     let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
     all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
     all
+}
+
+/// Whether a backward has f32 accumulators of dQ, which a launch converts.
+pub(crate) fn sums_dq(spec: &KernelSpec) -> bool {
+    spec.backward().is_some_and(|own| !own.whole_keys)
 }
 
 /// The arrays whose gradients a kernel computes; none where it refuses to, which a launch reports.
@@ -449,7 +454,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     if spec.kernel.is_backward() {
         let layout = format!("{}::BwdLayout<config>", spec.kernel.family());
         text.push_str(&body(PREPROCESS, PROCESS_THREADS, "bwd_preprocess<config>".into()));
-        text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
+        if sums_dq(spec) {
+            text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
+        }
         text.push_str(&body(
             POSTPROCESS_KV,
             PROCESS_THREADS,

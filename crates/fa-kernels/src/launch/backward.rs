@@ -11,7 +11,7 @@ use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{
     DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
-    PROCESS_THREADS,
+    PROCESS_THREADS, sums_dq,
 };
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
@@ -21,7 +21,7 @@ use crate::launch::programs::{BlockMap, array_gradient};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
-use crate::launch::workspace::{Workspace, room};
+use crate::launch::workspace::{BackwardParts, Workspace, room};
 
 impl Launches {
     /// The launches of a backward by `plan` for `problem` on a GPU of `arch` with `sms` SMs.
@@ -37,14 +37,21 @@ impl Launches {
         let is_empty = problem.lengths.reach_q() == 0 || problem.lengths.reach_k() == 0;
         let splits = if is_empty { 1 } else { plan.splits };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
-        let head_dims = (spec.head_dim, spec.head_dim_v);
         // With several tiles of keys, the others have to know when the first one's sums are stored.
         let several = spec.reads.varied || params.n_blocks > 1;
         let takes_turns = deterministic || (params.stores_dq != 0 && several);
         let dq_semaphores = spec.backward().map_or(0, |backward| backward.dq_semaphores);
-        let turns = if takes_turns { dq_semaphores } else { 0 };
-        let mut workspace =
-            Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
+        let mut workspace = Workspace::backward(
+            problem,
+            BackwardParts {
+                head_dims: (spec.head_dim, spec.head_dim_v),
+                tile: traits.tile,
+                sums_dq: sums_dq(spec),
+                turns: if takes_turns { dq_semaphores } else { 0 },
+                deterministic,
+                splits,
+            },
+        )?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
         let is_persistent = traits.scheduler != Scheduler::PerTile;
@@ -80,7 +87,7 @@ impl Launches {
         if n_tiles > 0 {
             steps.push(main);
         }
-        if m_tiles > 0 {
+        if m_tiles > 0 && sums_dq(spec) {
             steps.push(process(POSTPROCESS, m_tiles));
         }
         if n_tiles > 0 && splits > 1 {

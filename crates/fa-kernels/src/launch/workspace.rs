@@ -78,6 +78,23 @@ pub(crate) struct ForwardParts {
     pub map_lists: usize,
 }
 
+/// What a backward's kernel and division ask of its workspace.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BackwardParts {
+    /// What the head dims are padded to.
+    pub head_dims: (u32, u32),
+    /// Queries and keys of a tile.
+    pub tile: (u32, u32),
+    /// Whether dQ is summed in f32.
+    pub sums_dq: bool,
+    /// Semaphores of a tile of dQ.
+    pub turns: usize,
+    /// Whether additions are ordered: tiles are then drawn.
+    pub deterministic: bool,
+    /// CTAs that share the query heads of a K/V head.
+    pub splits: usize,
+}
+
 impl Workspace {
     /// The workspace of a forward: the counters of a dynamic scheduler, a work plan, partial results; may be
     /// empty.
@@ -161,32 +178,18 @@ impl Workspace {
         Ok(Part { offset, bytes })
     }
 
-    /// Of a backward whose head dims are padded to `head_dims`, with `turns` semaphores a tile of dQ;
-    /// deterministic ones draw their tiles.
+    /// The workspace of a backward.
     ///
     /// # Errors
     /// [`Error::TooLong`] when it is larger than the address space.
-    pub(crate) fn backward(
-        problem: &Problem,
-        head_dims: (u32, u32),
-        (tile_m, tile_n): (u32, u32),
-        turns: usize,
-        deterministic: bool,
-        splits: usize,
-    ) -> Result<Workspace, Error> {
-        let tiles = (tile_m as usize, tile_n as usize);
-        let head_dims = (head_dims.0 as usize, head_dims.1 as usize);
-        Workspace::backward_parts(problem, head_dims, tiles, turns, deterministic, splits).ok_or(TOO_LONG)
+    pub(crate) fn backward(problem: &Problem, parts: BackwardParts) -> Result<Workspace, Error> {
+        Workspace::backward_parts(problem, parts).ok_or(TOO_LONG)
     }
 
-    fn backward_parts(
-        problem: &Problem,
-        (head_dim, head_dim_v): (usize, usize),
-        (tile_m, tile_n): (usize, usize),
-        turns: usize,
-        deterministic: bool,
-        splits: usize,
-    ) -> Option<Workspace> {
+    fn backward_parts(problem: &Problem, parts: BackwardParts) -> Option<Workspace> {
+        let BackwardParts { head_dims, tile, sums_dq, turns, deterministic, splits } = parts;
+        let [head_dim, head_dim_v] = [head_dims.0 as usize, head_dims.1 as usize];
+        let [tile_m, tile_n] = [tile.0 as usize, tile.1 as usize];
         let Problem { lengths, heads_q, heads_kv, .. } = problem;
         let rows_of = |side: Side, heads: usize, tile: usize| {
             let (entries, tiles) = room(side, lengths.sequences(), tile);
@@ -204,7 +207,9 @@ impl Workspace {
         let mut parts = Workspace { align: 16, ..Workspace::default() };
         parts.lse_log2 = Some(part(rows)?);
         parts.dpsum = Some(part(rows)?);
-        parts.dq_accum = Some(part(rows.checked_mul(head_dim)?)?);
+        if sums_dq {
+            parts.dq_accum = Some(part(rows.checked_mul(head_dim)?)?);
+        }
         if splits > 1 {
             parts.dk_accum = Some(part(keys.checked_mul(head_dim)?)?);
             parts.dv_accum = Some(part(keys.checked_mul(head_dim_v)?)?);
@@ -255,10 +260,19 @@ mod tests {
         for (tile_m, tile_n) in [(64usize, 128usize), (80, 128)] {
             for (dq_turns, deterministic) in [(0, false), (1, false), (1, true), (2, true)] {
                 for splits in [1, 4] {
-                    let tiles = (tile_m as u32, tile_n as u32);
-                    let parts =
-                        Workspace::backward(&problem, (128, 128), tiles, dq_turns, deterministic, splits)
-                            .expect("it is small");
+                    let own = BackwardParts {
+                        head_dims: (128, 128),
+                        tile: (tile_m as u32, tile_n as u32),
+                        sums_dq: true,
+                        turns: dq_turns,
+                        deterministic,
+                        splits,
+                    };
+                    let parts = Workspace::backward(&problem, own).expect("it is small");
+                    let bare = Workspace::backward(&problem, BackwardParts { sums_dq: false, ..own });
+                    let bare = bare.expect("it is smaller");
+                    assert_eq!(bare.dq_accum, None);
+                    assert_eq!(bare.bytes, parts.bytes - parts.dq_accum.expect("sums").bytes);
                     let rows = 3 * 8 * 1000usize.next_multiple_of(tile_m);
                     let keys = 3 * 2 * 1000usize.next_multiple_of(tile_n);
                     let part = |elements: usize| (elements * 4).next_multiple_of(256);
@@ -313,8 +327,11 @@ mod tests {
     #[test]
     fn a_workspace_beyond_the_address_space_is_refused() {
         let problem = Problem::square(1 << 40, 1 << 30, 64, 128, Mask::FULL, Dtype::Bf16);
+        let (head_dims, tile) = ((128, 128), (64, 128));
+        let parts =
+            BackwardParts { head_dims, tile, sums_dq: true, turns: 0, deterministic: false, splits: 1 };
         assert!(matches!(
-            Workspace::backward(&problem, (128, 128), (64, 128), 0, false, 1),
+            Workspace::backward(&problem, parts),
             Err(Error::TooLong { name: "bytes of workspace", .. })
         ));
     }

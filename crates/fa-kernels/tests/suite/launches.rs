@@ -172,6 +172,21 @@ fn a_persistent_backward_has_a_cta_for_each_sm_and_a_counter() {
 }
 
 #[test]
+fn a_backward_of_whole_keys_has_no_sums_of_dq_to_convert() {
+    let mut spec = backward_spec(false);
+    let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+    (kernel.whole_keys, kernel.dq_via_smem, kernel.dq_swap_ab) = (true, false, false);
+    let short = problem().with_lengths(Lengths::uniform(3, 100, 128));
+    let launches = launches_of(&spec, &short, Arch::Sm90, SMS).unwrap();
+    let names: Vec<&str> = entries(&launches).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names[..2], ["fa_preprocess", "fa_kernel"]);
+    assert!(!names.contains(&"fa_postprocess"));
+    assert_eq!(launches.workspace.dq_accum, None);
+    let error = launches_of(&spec, &problem(), Arch::Sm90, SMS).expect_err("1000 keys").to_string();
+    assert!(error.contains("whole_keys"), "{error}");
+}
+
+#[test]
 fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
     let none = problem()
         .with_lengths(Lengths::uniform(problem().lengths.sequences(), 0, problem().lengths.max_k()))

@@ -29,6 +29,22 @@ const GROUPS: [(usize, usize, usize, usize); 4] =
 /// For kernels whose CTAs share a row's keys: few queries, many keys.
 const DECODES: [(usize, usize, usize, usize); 2] = [(1, 700, 4, 1), (5, 1030, 2, 2)];
 
+/// For backwards whose tiles have all keys of a sequence; no query sees none.
+const WHOLE: [(usize, usize, usize, usize); 7] = [
+    (1, 1, 2, 2),
+    (3, 3, 2, 1),
+    (64, 64, 2, 2),
+    (77, 128, 4, 2),
+    (1, 128, 2, 2),
+    (128, 128, 4, 1),
+    (77, 77, 1, 1),
+];
+
+/// Lengths of [`WHOLE`].
+pub(super) fn whole_lengths() -> Vec<(usize, usize)> {
+    WHOLE.iter().map(|&(seqlen_q, seqlen_k, ..)| (seqlen_q, seqlen_k)).collect()
+}
+
 /// Lengths of the sequences of one batch, queries and keys: longer than a tile and shorter, none on either
 /// side, one query, more keys than queries.
 pub const LENGTHS: [(usize, usize); 7] =
@@ -91,7 +107,9 @@ fn of_shapes(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
             let arrangement = if turn == 2 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
             Case { arrangement, ..case(group, problem) }
         };
-    SHAPES.iter().chain(few_queries).chain(groups).enumerate().map(of_shape).collect()
+    let is_whole = spec.backward().is_some_and(|own| own.whole_keys);
+    let shapes = if is_whole { WHOLE } else { SHAPES };
+    shapes.iter().chain(few_queries).chain(groups).enumerate().map(of_shape).collect()
 }
 
 fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fa_core::{Dtype, Lengths, Mask, Pass, Types};
+use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
 
 use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
 use super::dropout::dropout_gradients;
@@ -81,6 +81,15 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
                 .with_lengths(Lengths::uniform(1, 500, 300))
                 .with_mask(mask);
             cases.push(Case { pass: pass(false), ..case("head splits", problem) });
+        }
+    }
+    // Short sequences of equal lengths, whose tiles have all keys: dQ is stored at once.
+    for head_dim in [32, 64, 128] {
+        for (seqlen, mask) in [(64, Mask::FULL), (128, Mask::CAUSAL), (77, Mask::CAUSAL)] {
+            let problem = Problem::square(96, seqlen, 4, head_dim, mask, Dtype::Bf16);
+            cases.push(Case { pass: pass(false), ..case("shapes", problem) });
+            let shared = problem.with_heads_kv(2).with_types(Types::same(Dtype::F16));
+            cases.push(Case { pass: pass(false), ..case("shapes", shared) });
         }
     }
     let mut seen = HashSet::new();

@@ -3,7 +3,7 @@
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Reads, ScoreMod};
 use fa_cpu::grid::SHAPES;
 
-use super::awkward::awkward;
+use super::awkward::{awkward, whole_lengths};
 use super::case::{Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 use super::paged::{PAGES, loads_pages, pages_of};
 use super::problem::{descales, narrower};
@@ -15,8 +15,14 @@ const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
 /// The cases of a kernel of a given spec: every edge case that its fields allow. Extents select from one
 /// list, of which [`Extent::Full`] is all.
 pub fn of_spec(group: &'static str, name: &str, spec: &KernelSpec, extent: Extent) -> Vec<Case> {
+    let is_whole = spec.backward().is_some_and(|own| own.whole_keys);
     match extent {
         Extent::Emulated => awkward(group, name, spec),
+        Extent::Quick | Extent::Full if is_whole => {
+            let mut all = at_lengths(group, name, spec, &whole_lengths());
+            all.extend(awkward(group, name, spec));
+            all
+        }
         Extent::Quick => at_lengths(group, name, spec, &[(113, 203), (1000, 1000), (300, 70)]),
         Extent::Full => {
             let mut all = at_lengths(group, name, spec, &SHAPES);

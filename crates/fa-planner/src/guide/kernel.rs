@@ -38,6 +38,7 @@ pub fn kernel_of_spec(spec: &BwdSpec) -> Sm90Bwd {
         tile_order: TileOrder::Natural,
         deterministic: false,
         persistent: false,
+        whole_keys: false,
     }
 }
 

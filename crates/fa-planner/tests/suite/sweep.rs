@@ -1,6 +1,6 @@
 //! First choices over the shapes that people run and no record has: no cliffs, no absurd tiles.
 
-use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem};
 use fa_planner::plan::{Plan, PlanOptions, best, plan};
 
 /// What a shape of length `n` is.
@@ -106,9 +106,12 @@ fn longer_problems_take_no_less_and_tiles_suit_the_rows() {
                         // lets heads be packed saves steps: up to a quarter.
                         let growth = seconds / was.cost.seconds;
                         assert!(growth > 0.75, "{name} at {growth:.2} of {} for {shorter}", was.spec);
-                        // One more row than a tile holds is a second tile.
+                        // One more row than a tile holds is a second tile; then no tile has all keys, so that
+                        // dQ is summed in f32.
+                        let is_whole = |spec: &KernelSpec| spec.backward().is_some_and(|own| own.whole_keys);
+                        let most = if is_whole(&was.spec) && !is_whole(&plan.spec) { 3.0 } else { 2.2 };
                         assert!(
-                            n > shorter + 2 || *shorter < 17 || growth < 2.2,
+                            n > shorter + 2 || *shorter < 17 || growth < most,
                             "{name}: {growth:.2} times"
                         );
                     }

@@ -6,6 +6,7 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
+use fa_core::spec::TileOrder;
 use fa_core::{Arch, Kernel, KernelSpec, Mask, MaskKind, Problem, ScoreKind, Sm90Bwd};
 
 use crate::account::stored::storing_heads;
@@ -57,7 +58,50 @@ pub fn candidates(
             })
             .collect::<Vec<_>>()
     };
-    kernels.into_iter().map(spec_of).filter(fits_at_all).filter(move |spec| !is_too_tall(spec, &posed))
+    let others = kernels.into_iter().map(spec_of).filter(move |spec| !is_too_tall(spec, &posed));
+    let whole = (!deterministic).then(|| with_whole_keys(problem, [head_dim, head_dim_v], tile_order));
+    whole.flatten().into_iter().chain(others).filter(fits_at_all)
+}
+
+/// The most queries for which a tile of all keys is tried: in longer sequences nothing hides its stores of
+/// dQ, and the sum of all tiles' dQ in bulk is hidden.
+const WHOLE_QUERIES: usize = 128;
+
+/// The kernel whose CTAs have all keys of a sequence and store dQ in 16 bits, for short sequences of equal
+/// lengths, whose time is that of their bytes: f32 sums of dQ are 4 of 13 tensors' worth of them. Of the tiles
+/// that were measured those of 64 queries are the fastest, except for 128 queries at head dim 32 (NB-182).
+fn with_whole_keys(problem: &Problem, dims: [u32; 2], tile_order: TileOrder) -> Option<KernelSpec> {
+    let queries = problem.lengths.max_q();
+    let (tile_m, atom_layout_m_dq) = match dims {
+        [32, 32] if queries > 64 => (128, 2),
+        [32, 32] | [64, 64] | [128, 128] => (64, 1),
+        _ => return None,
+    };
+    let kernel = Sm90Bwd {
+        tile_m,
+        tile_n: 128,
+        num_wg: 2,
+        q_stages: 2,
+        do_stages: 2,
+        pds_stages: 2,
+        sdp_swap_ab: true,
+        dkv_swap_ab: false,
+        dq_swap_ab: false,
+        atom_layout_m_sdp: 1,
+        atom_layout_n_dkv: 2,
+        atom_layout_m_dq,
+        mma_dkv_is_rs: true,
+        dq_via_smem: false,
+        dq_slices: 1,
+        tile_order,
+        deterministic: false,
+        persistent: true,
+        whole_keys: true,
+    };
+    let spec = KernelSpec::for_problem(problem, dims, kernel);
+    let gains = queries <= WHOLE_QUERIES && suits_drawing(&spec, problem);
+    let is_right = spec.check().is_ok() && spec.serves(problem).is_ok();
+    (gains && is_right && !Refusals::shipped().has(&spec, Arch::Sm90)).then_some(spec)
 }
 
 /// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's

@@ -83,7 +83,7 @@ pub(crate) fn predict(
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
         // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
         + if kernel.q_stages == 1 { c.q_latency + q_load } else { 0.0 }
-        + if kernel.dq_via_smem || has_few_steps(problem, kernel) {
+        + if kernel.dq_via_smem || kernel.whole_keys || has_few_steps(problem, kernel) {
             0.0
         } else {
             dq_tile / c.atomic_bytes
@@ -112,11 +112,12 @@ pub(crate) fn predict(
     let last = split.added * work.tiles.min(sms) / c.part_bytes;
     let busy = (end + first + last) / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there, every tile its parts.
-    let of_steps = work.steps() * (loads + c.add_weight * dq_tile) / limits.l2_bytes_per_clock;
+    let added_dq = if kernel.whole_keys { 0.0 } else { c.add_weight * dq_tile };
+    let of_steps = work.steps() * (loads + added_dq) / limits.l2_bytes_per_clock;
     let l2 = (of_steps + work.tiles * split.added / c.part_bytes) / clock;
 
     let rows = problem.rows();
-    let accumulators = rows * hd * 4.0;
+    let accumulators = if kernel.whole_keys { 0.0 } else { rows * hd * 4.0 };
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
@@ -124,10 +125,11 @@ pub(crate) fn predict(
     let zeros = if stored { 0.0 } else { accumulators };
     let prepare =
         (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
+    let converted = if kernel.whole_keys { 0.0 } else { rows * hd * bytes };
     let finish =
-        (rows * hd * bytes + accumulators + 1.5 * split.sums) / (limits.hbm_bytes_per_s * c.finish_bandwidth);
+        (converted + accumulators + 1.5 * split.sums) / (limits.hbm_bytes_per_s * c.finish_bandwidth);
     // Parts of dK and dV are added up by a launch of their own.
-    let launches = if split.parts > 1 { 4.0 } else { 3.0 } * constants.launch_s;
+    let launches = (3.0 + f64::from(split.parts > 1) - f64::from(kernel.whole_keys)) * constants.launch_s;
     let outer = prepare + finish + launches;
 
     let alone = |clocks: f64| work.steps() / sms * clocks / clock;

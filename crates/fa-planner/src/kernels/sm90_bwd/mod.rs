@@ -34,7 +34,7 @@ impl PlannedKernel for Sm90Bwd {
     }
 
     fn unbound(&self) -> Option<Kernel> {
-        Some(Sm90Bwd { persistent: false, dq_via_smem: true, ..self.clone() }.into())
+        Some(Sm90Bwd { persistent: false, whole_keys: false, dq_via_smem: true, ..self.clone() }.into())
     }
 
     fn time(&self) -> Time<'_> {

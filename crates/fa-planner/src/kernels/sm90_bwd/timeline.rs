@@ -23,7 +23,11 @@ pub(crate) fn timeline(
     let lanes: Vec<(usize, usize)> = (0..groups)
         .map(|g| (plan.lane(format!("warpgroup {g}: wgmma")), plan.lane(format!("warpgroup {g}: P, dS"))))
         .collect();
-    let adder = plan.lane(if k.dq_via_smem { "dQ's warps: bulk add" } else { "dQ: atomics" });
+    let adder = plan.lane(match (k.whole_keys, k.dq_via_smem) {
+        (true, _) => "dQ: stores",
+        (false, true) => "dQ's warps: bulk add",
+        (false, false) => "dQ: atomics",
+    });
     let (mut dk, mut dv): (Vec<Vec<usize>>, Vec<Vec<usize>>) = (Vec::new(), Vec::new());
     let mut added: Vec<usize> = Vec::new();
     for step in 0..STEPS {
@@ -60,8 +64,9 @@ pub(crate) fn timeline(
             own_dq.push(plan.task(wgmma, Unit::Tensor, product("dQ"), of_group(by_qk), buffer));
             own_dk.push(plan.task(wgmma, Unit::Tensor, product("dK"), of_group(by_qk), []));
         }
-        // Of f32.
-        let bytes = copy(k.tile_m * spec.head_dim) * 4.0 / f64::from(spec.elem_bytes());
+        // Of f32, unless they are whole.
+        let width = if k.whole_keys { 1.0 } else { 4.0 / f64::from(spec.elem_bytes()) };
+        let bytes = copy(k.tile_m * spec.head_dim) * width;
         added.push(plan.task(adder, Unit::Copy, (Activity::Add, "dQ", step), bytes, own_dq));
         dv.push(own_dv);
         dk.push(own_dk);
