@@ -78,7 +78,7 @@ impl Unit {
         let mut params = launches.params(&addresses);
         let maps: Vec<EmulatedMap> =
             launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.q)).collect();
-        for step in &launches.steps {
+        for step in launches.steps.iter().filter(|step| launches.takes(step, &addresses)) {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
                 Step::Plan(launch) | Step::Launch(launch) => {

@@ -251,6 +251,9 @@ struct PlanParams {
     int slots;
     // Bits by which lengths in tiles are shifted right before they are sorted.
     int shift;
+    // Ints from the plan of a CTA to the next one's, where the CTAs of a forward, at most `slots`, plan
+    // for themselves; 0 where all read one plan.
+    int own_ints;
 };
 static_assert(sizeof(PlanParams) == 40 && alignof(PlanParams) == 8);
 static_assert(FA_OFFSETOF(PlanParams, buffer) == 0);
@@ -261,6 +264,7 @@ static_assert(FA_OFFSETOF(PlanParams, n_tiles) == 20);
 static_assert(FA_OFFSETOF(PlanParams, heads) == 24);
 static_assert(FA_OFFSETOF(PlanParams, slots) == 28);
 static_assert(FA_OFFSETOF(PlanParams, shift) == 32);
+static_assert(FA_OFFSETOF(PlanParams, own_ints) == 36);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

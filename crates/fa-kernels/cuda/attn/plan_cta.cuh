@@ -51,12 +51,13 @@ struct PlanStorage {
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
 // The parts of a kernel's config that determine its tiles and their lengths. `cluster`: whether a launch may
-// have more than one CTA, all of one cluster. `whole_parts`: whether CTAs take so long to begin and to store
-// their part that few parts are better than a balanced end.
+// have more than one CTA, all of one cluster. `own`: whether CTAs of the forward may have to plan for
+// themselves (attn/plan_few.cuh). `whole_parts`: whether CTAs take so long to begin and to store their part
+// that few parts are better than a balanced end.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;
-    bool pack_gqa, split, cluster, whole_parts = false;
+    bool pack_gqa, split, cluster, own, whole_parts;
 };
 
 // Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is

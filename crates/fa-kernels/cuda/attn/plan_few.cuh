@@ -1,5 +1,6 @@
 // The plan of a forward that can have few tiles, as a decoding batch or a chunk of a prompt has: by one warp,
-// a tile a lane, which takes half as long as the way for any number (attn/plan.cuh).
+// a tile a lane, which takes half as long as the way for any number (attn/plan.cuh). So short a plan every
+// CTA of a forward makes for itself, unless the call brings one: that takes less than a kernel before it.
 #pragma once
 #include "attn/plan.cuh"
 #include "attn/plan_cta.cuh"
@@ -18,8 +19,9 @@ namespace fa {
 // Lists the tiles with their parts of the keys, longest first, and the tiles whose keys are split. A whole
 // warp calls it.
 template <PlanRules R>
-__device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<R, 1>& cta) {
-    const WorkPlan plan{params.plan};
+__device__ __forceinline__ void list_few(const FwdParams& params, const WorkPlan& plan) {
+    const PlanCta<R, 1> cta{shared_memory<PlanStorage>(), params.shape, params.varlen, params.plan,
+                            tile_queries<R.pack_gqa, R.tile_m>(params)};
     const int lane = lane_index(), lanes = params.shape.batch * params.m_blocks;
     const int sequence = lane / params.m_blocks, block = lane % params.m_blocks;
     const auto seqlen = Seqlen<true>::of(params, min(sequence, params.shape.batch - 1));
@@ -34,14 +36,16 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     // The place of the lane's first entry: after those of longer parts, and of as long ones of lanes before.
     const int part = ceil_div(length, max(splits, 1));
     int place = 0, items = 0;
-#pragma unroll 1
+#pragma unroll 8
     for (int other = 0; other < lanes; ++other) {
         const int theirs = shuffle_from(part, other), count = shuffle_from(splits, other);
         if (theirs > part || (theirs == part && other < lane)) place += count;
         items += count;
     }
+    // One scan of both: slots are far fewer than 2^24, tiles at most 32.
     const int own_slots = splits > 1 ? splits : 0;
-    const int slot = warp_scan(own_slots), number = warp_scan(int(splits > 1));
+    const int before = warp_scan(own_slots | (splits > 1) << 24);
+    const int slot = before & 0xffffff, number = before >> 24;
     if (splits > 1 && number < params.plan.split_items)
         plan.split_items()[number] = {sequence, block, splits, slot};
     // The parts of the tile of lane `of`, from `first` on every `stride`-th. The lanes of a warp call it.
@@ -69,15 +73,19 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     }
 }
 
+// The CTA's own plan, where there is no other: by warp `warp`. The caller has a barrier before it is read.
+template <PlanRules R>
+__device__ __forceinline__ void plan_for_itself(const FwdParams& params, int warp) {
+    if constexpr (R.own) {
+        if (params.plan.own_ints > 0 && warp_index() == warp) list_few<R>(params, plan_of_cta<true>(params));
+    }
+}
+
 // The body of a forward unit's entry `fa_plan`. A launch has at least one sequence and one tile of each.
 template <PlanRules R>
 __device__ __forceinline__ void plan_tiles(const FwdParams& params) {
     if (params.shape.batch <= 32 && params.m_blocks <= 32 / params.shape.batch) {
-        if (warp_index() != 0) return;
-        auto& smem = shared_memory<PlanStorage>();
-        const PlanCta<R, 1> cta{smem, params.shape, params.varlen, params.plan,
-                                tile_queries<R.pack_gqa, R.tile_m>(params)};
-        list_few<R>(params, cta);
+        if (warp_index() == 0) list_few<R>(params, WorkPlan{params.plan});
     } else {
         plan_forward<R>(params);
     }

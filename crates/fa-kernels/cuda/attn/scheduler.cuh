@@ -3,6 +3,7 @@
 #pragma once
 #include "config.cuh"
 #include "fwd_params.cuh"
+#include "ptx/thread.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -49,17 +50,18 @@ struct alignas(16) PlanItem {
     int slot;  // the slot of the partial result; split items: the first of its slots
 };
 
-// A plan's buffer: the header and the lists that attn/plan.cuh writes and all kernels of a step read.
+// A plan's buffer: the header and the lists that attn/plan.cuh writes and all kernels of a step read, or
+// buffer `own` of those that CTAs write for themselves.
 struct WorkPlan {
     const PlanParams& params;
+    u32 own = 0;
 
-    __device__ __forceinline__ int& count(PlanCount which) const {
-        return params.buffer[static_cast<int>(which)];
-    }
+    __device__ __forceinline__ int* buffer() const { return params.buffer + i64(own) * params.own_ints; }
+    __device__ __forceinline__ int& count(PlanCount which) const { return buffer()[static_cast<int>(which)]; }
     // Tiles of queries, each with a part of its keys, longest first; if no keys are split, long sequences
     // first.
     __device__ __forceinline__ PlanItem* items() const {
-        return reinterpret_cast<PlanItem*>(params.buffer + kPlanHeader);
+        return reinterpret_cast<PlanItem*>(buffer() + kPlanHeader);
     }
     // Tiles of queries whose keys are split.
     __device__ __forceinline__ PlanItem* split_items() const { return items() + params.items; }
@@ -76,16 +78,28 @@ struct WorkTile : Tile {
     int split, splits, slot;
 };
 
-// The number of work tiles of the launch.
-template <bool Varied>
-__device__ __forceinline__ int work_tiles(const FwdParams& params) {
-    return Varied ? WorkPlan{params.plan}.count(PlanCount::Items) * params.plan.heads : params.num_tiles;
+// Whether CTAs may have to plan for themselves (attn/plan_few.cuh): those of SM90 forwards that divide keys.
+template <class Config>
+constexpr bool plans_for_itself(const Config& config) {
+    return config.varied && config.split;
 }
 
-template <TileOrder Order, bool Varied, bool Split>
+// The plan that a CTA of the forward reads: `Own` where it may have to plan for itself.
+template <bool Own>
+__device__ __forceinline__ WorkPlan plan_of_cta(const FwdParams& params) {
+    return {params.plan, Own ? cta_index() : 0};
+}
+
+// The number of work tiles of the launch.
+template <bool Varied, bool Own = false>
+__device__ __forceinline__ int work_tiles(const FwdParams& params) {
+    return Varied ? plan_of_cta<Own>(params).count(PlanCount::Items) * params.plan.heads : params.num_tiles;
+}
+
+template <TileOrder Order, bool Varied, bool Split, bool Own = false>
 __device__ __forceinline__ WorkTile work_tile_at(const FwdParams& params, int index, int heads) {
     if constexpr (Varied) {
-        const PlanItem item = WorkPlan{params.plan}.items()[index / heads];
+        const PlanItem item = plan_of_cta<Own>(params).items()[index / heads];
         const Tile tile{item.block, index % heads, item.sequence};
         return {tile, Split ? item.part & 0xffff : 0, Split ? item.part >> 16 : 1, item.slot};
     } else if constexpr (Split) {

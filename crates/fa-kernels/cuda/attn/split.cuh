@@ -224,6 +224,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
 // whose warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, int Columns = kMaxHeadDim>
 __device__ __forceinline__ void combine(const FwdParams& params) {
+    // The plan of the forward's first CTA is not there before the forward has ended.
+    if (Varied && params.plan.own_ints > 0) wait_for_launches_before();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int tiles =
         Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;

@@ -2,6 +2,7 @@
 // multiply by wgmma, 64 query rows each.
 #pragma once
 #include "attn/descales.cuh"
+#include "attn/plan_few.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/grid.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdPara
 template <Sm90FwdConfig C>
 constexpr int sm90_fwd_smem_bytes = sizeof(sm90::SharedStorage<C>);
 
-template <Sm90FwdConfig C>
+template <Sm90FwdConfig C, PlanRules R = PlanRules{}>
 __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q,
                                          const TensorMap& map_k, const TensorMap& map_v) {
     using T = sm90::Traits<C>;
@@ -60,6 +61,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
             smem.ticket.bars.init(32 * (T::kConsumerWarps + T::kProducerWarps - 1));
         mbarrier_init_fence();
     }
+    // The first warp of the consumers, which have nothing to do yet.
+    plan_for_itself<R>(params, 4);
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
@@ -92,10 +95,10 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
 }
 
 // The same for codes, which take no maps of K and V.
-template <Sm90FwdConfig C>
+template <Sm90FwdConfig C, PlanRules R = PlanRules{}>
 __device__ __forceinline__ void sm90_fwd(const WithCache& params, const TensorMap& map_q) {
     static_assert(sm90::Traits<C>::kCodes);
-    sm90_fwd<C>(params, map_q, map_q, map_q);
+    sm90_fwd<C, R>(params, map_q, map_q, map_q);
 }
 
 }  // namespace fa

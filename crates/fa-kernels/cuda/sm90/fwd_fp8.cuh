@@ -1,6 +1,7 @@
 // Attention forward of e4m3 tensors for SM90, warp-specialised: a producer warpgroup loads by TMA and
 // transposes V, and consumer warpgroups multiply by wgmma on 8 bits, 64 query rows each.
 #pragma once
+#include "attn/plan_few.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
@@ -20,7 +21,7 @@ namespace fa {
 template <Sm90FwdFp8Config C>
 constexpr int sm90_fwd_fp8_smem_bytes = sizeof(sm90::Fp8Storage<C>);
 
-template <Sm90FwdFp8Config C>
+template <Sm90FwdFp8Config C, PlanRules R = PlanRules{}>
 __device__ __forceinline__ void sm90_fwd_fp8(const FwdParams& params, const TensorMap& map_q,
                                              const TensorMap& map_k, const TensorMap& map_v) {
     using T = sm90::Fp8Traits<C>;
@@ -40,6 +41,8 @@ __device__ __forceinline__ void sm90_fwd_fp8(const FwdParams& params, const Tens
             smem.ticket.bars.init(32 * (T::kConsumerWarps + T::kProducerWarps - 1));
         mbarrier_init_fence();
     }
+    // The first warp of the consumers, which have nothing to do yet.
+    plan_for_itself<R>(params, 4);
     if constexpr (C.pack_gqa) sm90::clear_idle_rows8<C>(smem, params);
     cta_sync();
 

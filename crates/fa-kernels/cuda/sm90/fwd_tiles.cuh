@@ -49,19 +49,20 @@ struct TileSource {
     // tiles and reread it from the plan with every tile.
     static constexpr int kNone = 0x7fffffff;
     static constexpr bool kAsksAgain = kReadsAhead && C.paged;
+    static constexpr bool kOwnPlan = plans_for_itself(C);
     int varied_tiles = kAsksAgain ? kNone : 0;  // number of tiles of a plan; else it is a parameter
     [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
     PipelineState<1> state;
 
     __device__ __forceinline__ explicit TileSource(const FwdParams& params, int first, int heads) {
-        if constexpr (C.varied && !kAsksAgain) varied_tiles = work_tiles<true>(params);
+        if constexpr (C.varied && !kAsksAgain) varied_tiles = work_tiles<true, kOwnPlan>(params);
         read(params, first, heads);
     }
 
     // The CTA's first tile, or kNone.
     __device__ __forceinline__ int begin(const FwdParams& params, int first) const {
         if constexpr (kAsksAgain) {
-            if (first >= work_tiles<true>(params)) return kNone;
+            if (first >= work_tiles<true, kOwnPlan>(params)) return kNone;
         }
         return first;
     }
@@ -71,11 +72,11 @@ struct TileSource {
         if constexpr (kReadsAhead) {
             if constexpr (kAsksAgain) {
                 own = {};  // no tile: frees the registers of the previous one
-                if (index >= work_tiles<true>(params)) return kNone;
+                if (index >= work_tiles<true, kOwnPlan>(params)) return kNone;
             } else {
                 if (index >= varied_tiles) return index;
             }
-            own.tile = work_tile_at<C.tile_order, true, C.split>(params, index, heads);
+            own.tile = work_tile_at<C.tile_order, true, C.split, kOwnPlan>(params, index, heads);
             const auto seqlen = Seqlen<true>::of(params, own.tile.batch);
             own.queries = seqlen.q();
             own.keys = seqlen.k();
@@ -92,7 +93,7 @@ struct TileSource {
             return cluster_cta_count() > 1 ? cluster_tile<C>(params, heads)
                                            : work_tile_at<C.tile_order, false, true>(params, index, heads);
         } else {
-            return work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
+            return work_tile_at<C.tile_order, C.varied, C.split, kOwnPlan>(params, index, heads);
         }
     }
     __device__ __forceinline__ Seqlen<C.varied> seqlen_of(const FwdParams& params,

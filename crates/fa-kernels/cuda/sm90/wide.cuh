@@ -1,6 +1,7 @@
 // Attention forward for SM90 with heads wider than a warpgroup's registers: two warpgroups share the columns
 // of O, and V may be the first columns of K (latents).
 #pragma once
+#include "attn/plan_few.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
@@ -20,7 +21,7 @@ namespace fa {
 template <Sm90WideConfig C>
 constexpr int sm90_wide_smem_bytes = sizeof(wide::SharedStorage<C>);
 
-template <Sm90WideConfig C>
+template <Sm90WideConfig C, PlanRules R = PlanRules{}>
 __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorMap& map_q,
                                           const TensorMap& map_k, const TensorMap& map_v) {
     using T = wide::Traits<C>;
@@ -33,6 +34,8 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
         tma_prefetch_map(map_v);
         smem.init_barriers();
     }
+    // The first warp of the consumers, which have nothing to do yet.
+    plan_for_itself<R>(params, 4);
     if constexpr (C.pack_gqa) wide::clear_idle_rows<C>(smem, params);
     cta_sync();
 

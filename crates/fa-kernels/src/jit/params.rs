@@ -200,6 +200,9 @@ param_struct! {
         pub slots: i32,
         /// Bits by which lengths in tiles are shifted right before they are sorted.
         pub shift: i32,
+        /// Ints from the plan of a CTA to the next one's, where the CTAs of a forward, at most `slots`, plan
+        /// for themselves; 0 where all read one plan.
+        pub own_ints: i32,
     }
 }
 

@@ -96,6 +96,16 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
 pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
+/// Whether the CTAs of the kernel can plan for themselves (`attn/plan_few.cuh`): SM90 forwards that divide the
+/// keys of sequences whose lengths are on the device (`plans_for_itself` in `attn/scheduler.cuh`).
+pub(crate) fn plans_for_itself(spec: &KernelSpec) -> bool {
+    let divides = spec.reads.varied && spec.split;
+    match spec.kernel {
+        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Wide(_) => divides,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm100Fwd(_) => false,
+    }
+}
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -318,6 +328,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     } else {
         params.to_owned()
     };
+    let packs = spec.traits().packs_gqa;
     let mut text = format!("// {spec}\n");
     if spec.score.program.is_some() {
         let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);
@@ -352,6 +363,17 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
              plan\");\n"
         );
     }
+    if spec.reads.varied {
+        let _ = writeln!(
+            text,
+            "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, config.split, \
+             {}, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == {PLAN_THREADS} && \
+             kPlanCtas == {PLAN_CTAS});\n",
+            plans_in_clusters(spec),
+            plans_for_itself(spec),
+            matches!(spec.kernel, Kernel::Sm90Wide(_))
+        );
+    }
     let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
     // setmaxnreg is ignored unless the bound of one CTA per SM is written out.
     let bounds = format!("__launch_bounds__({}, {blocks_per_sm})", spec.threads());
@@ -363,7 +385,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
-    let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
+    let rules = if plans_for_itself(spec) { ", plan_rules" } else { "" };
+    let _ = write!(text, ") {{\n    {name}<config{rules}>(params{arguments});\n}}\n");
     let call = |entry: &str, threads: u32, params: &str, call: String| {
         // Registers would be halved for a second CTA; combining wide rows would spill at that.
         let alone = entry == PLAN
@@ -378,16 +401,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let body = |entry: &str, threads: u32, function: String| {
         call(entry, threads, params, format!("{function}(params)"))
     };
-    let packs = spec.traits().packs_gqa;
     if spec.reads.varied {
-        let whole_parts = if matches!(spec.kernel, Kernel::Sm90Wide(_)) { ", true" } else { "" };
-        let _ = writeln!(
-            text,
-            "\nconstexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split, {}{whole_parts}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads \
-             == {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});",
-            plans_in_clusters(spec)
-        );
         let function = if spec.kernel.is_backward() {
             "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
         } else {

@@ -48,10 +48,11 @@ impl Launches {
         let tensors = Tensor::of_pass(problem, false);
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
+        let own_plan = 4 * params.plan.own_ints as usize;
         let map = BlockMap::of(spec, problem)?;
         let workspace = Workspace::forward(ForwardParts {
             draws_tiles,
-            plan: plan_bytes,
+            plan: if own_plan > 0 { own_plan.saturating_mul(work.ctas) } else { plan_bytes },
             rows,
             columns: problem.head_dim_v,
             map_lists: map.as_ref().map_or(0, |map| map.list_bytes),
@@ -243,7 +244,8 @@ fn params(
             ..SplitParams::default()
         },
         plan: if spec.reads.varied {
-            work.bounds.params(work.heads, work.ctas, longest)?
+            let own_ints = count("ints of a work plan", work.bounds.own_ints(spec, problem, m_blocks))?;
+            PlanParams { own_ints, ..work.bounds.params(work.heads, work.ctas, longest)? }
         } else {
             PlanParams::default()
         },

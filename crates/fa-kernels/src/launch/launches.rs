@@ -103,8 +103,8 @@ impl Launch {
 pub enum Step {
     /// Sets a part of the workspace to zero.
     Clear(Part),
-    /// Launches the kernel that plans the work of sequences whose lengths are on the device. Left out where
-    /// a call brings a plan that was made before.
+    /// Launches the kernel that plans the work of sequences whose lengths are on the device
+    /// ([`Launches::takes`]).
     Plan(Launch),
     /// Launches a kernel.
     Launch(Launch),
@@ -238,6 +238,22 @@ impl Launches {
         at.lse.filter(|_| has_lse).map_or(Ok(()), |address| check_address("lse", address, WORD_BYTES))
     }
 
+    /// Whether a call at `at` takes `step`: no plan is made where the call brings one, or where all CTAs plan
+    /// for themselves.
+    pub fn takes(&self, step: &Step, at: &Addresses) -> bool {
+        match step {
+            Step::Plan(_) => at.extras.plan.is_none() && !self.plans_for_itself(),
+            Step::Clear(_) | Step::Launch(_) => true,
+        }
+    }
+
+    pub(crate) fn plans_for_itself(&self) -> bool {
+        match &self.params {
+            Params::Forward(own) => own.params.plan.own_ints > 0,
+            Params::Backward(_) => false,
+        }
+    }
+
     /// The parameters of a call.
     pub fn params(&self, at: &Addresses) -> Params {
         let reads = |i: usize| {
@@ -255,7 +271,10 @@ impl Launches {
         let floats = |of: Option<Part>| MutF32Ptr(part(of));
         let words = |of: Option<Part>| MutU32Ptr(part(of));
         let parts = &self.workspace;
-        let plan = MutI32Ptr(at.extras.plan.unwrap_or_else(|| part(parts.plan)));
+        let plan = |own: PlanParams| match at.extras.plan {
+            Some(given) => PlanParams { buffer: MutI32Ptr(given), own_ints: 0, ..own },
+            None => PlanParams { buffer: MutI32Ptr(part(parts.plan)), ..own },
+        };
         let tma = |i: usize| match self.maps.get(i) {
             Some(map) if map.is_ragged => {
                 let strides = &at.tensors[map.tensor].strides;
@@ -296,7 +315,7 @@ impl Launches {
                         lse_partial: floats(parts.lse_partial),
                         ..params.split
                     },
-                    plan: PlanParams { buffer: plan, ..params.plan },
+                    plan: plan(params.plan),
                     ..params
                 };
                 let gradients = ArrayGradientParams::default();
@@ -326,7 +345,7 @@ impl Launches {
                     mods: at.extras.mods(params.mods),
                     dkv_semaphores: words(parts.dkv_semaphores),
                     dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
-                    plan: PlanParams { buffer: plan, ..params.plan },
+                    plan: plan(params.plan),
                     ..params
                 };
                 let gradients = at.extras.program.unwrap_or_default().gradients();

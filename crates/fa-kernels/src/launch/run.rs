@@ -54,7 +54,7 @@ pub(crate) unsafe fn enqueue(
         arguments[filled] = map.cast::<c_void>();
         filled += 1;
     }
-    for step in &launches.steps {
+    for step in launches.steps.iter().filter(|step| launches.takes(step, at)) {
         match step {
             Step::Clear(part) => {
                 let address = at.workspace.unwrap_or(0) + part.offset as u64;
@@ -62,7 +62,6 @@ pub(crate) unsafe fn enqueue(
                 unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
                     .map_err(|source| Error::Driver { doing: "clearing a part of the workspace", source })?;
             }
-            Step::Plan(_) if at.extras.plan.is_some() => {}
             Step::Plan(launch) | Step::Launch(launch) => {
                 let taken = if launch.takes_maps { filled } else { 1 };
                 // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller

@@ -1,17 +1,24 @@
 //! Bounds on work whose amount only the device knows, by which grids and lists are sized.
 
-use fa_core::spec::Traits;
+use fa_core::spec::{Scheduler, Traits};
 use fa_core::{KernelSpec, Problem};
 
 use crate::Error;
 use crate::jit::params::PlanParams;
-use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_in_clusters};
+use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_for_itself, plans_in_clusters};
 use crate::launch::checks::count;
 use crate::launch::launches::{Launch, Step};
 
 /// Ints of a plan's header (`kPlanHeader`), and of an entry of its lists.
 const PLAN_HEADER: usize = 16;
 const PLAN_ENTRY: usize = 4;
+
+/// Tiles of a head up to which the CTAs of a forward plan for themselves: one for each lane of a warp
+/// (`attn/plan_few.cuh`).
+const FEW_TILES: usize = 32;
+
+/// Ints that a CTA's own plan is a multiple of: a cache line.
+const OWN_PLAN_ALIGN: usize = 32;
 
 /// Lengths that a plan distinguishes (`kPlanThreads`).
 const PLAN_BINS: usize = 1024;
@@ -90,8 +97,20 @@ impl PlanBounds {
 
     /// Bytes of the plan.
     pub(crate) fn bytes(&self) -> usize {
+        4 * self.ints()
+    }
+
+    fn ints(&self) -> usize {
         let entries = self.items + self.split_items + self.m_tiles + self.n_tiles;
-        4 * (PLAN_HEADER + PLAN_ENTRY * entries)
+        PLAN_HEADER + PLAN_ENTRY * entries
+    }
+
+    /// Ints of the plan that each CTA of a forward of `m_blocks` tiles for each head of a sequence makes for
+    /// itself where a call brings none; 0 where a kernel before it plans for all.
+    pub(crate) fn own_ints(&self, spec: &KernelSpec, problem: &Problem, m_blocks: usize) -> usize {
+        let tiles = m_blocks.saturating_mul(problem.lengths.sequences());
+        let own = plans_for_itself(spec) && spec.traits().scheduler != Scheduler::PerTile;
+        if own && tiles <= FEW_TILES { self.ints().next_multiple_of(OWN_PLAN_ALIGN) } else { 0 }
     }
 }
 

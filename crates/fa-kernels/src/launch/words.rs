@@ -53,10 +53,11 @@ impl Launches {
         words
     }
 
-    /// The entries that it launches.
+    /// The entries that a call without a plan of its own launches.
     pub fn entries(&self) -> impl Iterator<Item = &'static str> {
         self.steps.iter().filter_map(|step| match step {
             Step::Clear(_) => None,
+            Step::Plan(_) if self.plans_for_itself() => None,
             Step::Plan(launch) | Step::Launch(launch) => Some(launch.entry),
         })
     }

@@ -525,6 +525,38 @@ fn only_the_combination_starts_early() {
 }
 
 #[test]
+fn few_tiles_are_planned_by_the_ctas_themselves_unless_a_call_brings_a_plan() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let base = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(1);
+    let launches_for = |spec: &KernelSpec, sequences: usize| {
+        let lengths = Lengths::of(sequences, Side::packed(sequences, 1), Side::paged(16, 1024, 16_384));
+        launches_of(spec, &base.with_lengths(lengths), Arch::Sm90, SMS).unwrap()
+    };
+    let plans = |launches: &Launches, plan: Option<u64>| {
+        let at = Addresses {
+            tensors: &tensors(launches),
+            lse: None,
+            workspace: Some(1 << 40),
+            extras: RawExtras { plan, ..RawExtras::default() },
+        };
+        let Params::Forward(own) = launches.params(&at) else { panic!("a forward") };
+        (launches.steps.iter().filter(|step| launches.takes(step, &at)).count(), own.params.plan.own_ints)
+    };
+    let few = launches_for(&spec, 32);
+    let own_ints = (few.plan_bytes / 4).next_multiple_of(32) as i32;
+    assert_eq!(plans(&few, None), (2, own_ints));
+    assert_eq!(plans(&few, Some(1 << 41)), (2, 0));
+    assert_eq!(few.workspace.plan.map(|part| part.bytes), Some(4 * own_ints as usize * SMS as usize));
+    assert!(few.entries().eq(["fa_kernel", "fa_combine"]));
+    let many = launches_for(&spec, 33);
+    assert_eq!((plans(&many, None), plans(&many, Some(1 << 41))), ((3, 0), (2, 0)));
+    assert_eq!(many.workspace.plan.map(|part| part.bytes), Some(many.plan_bytes));
+    let whole = launches_for(&sm90_forward("varied: true, paged: true,", DECODE), 32);
+    assert_eq!(plans(&whole, None), (2, 0));
+}
+
+#[test]
 fn chunks_in_pages_have_the_parts_of_a_dense_launch() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     use fa_planner::divide::kv_splits;
