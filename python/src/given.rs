@@ -3,6 +3,7 @@
 use fa_attn::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_core::extras::Value;
 use fa_core::{Extra, Extras};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -10,8 +11,8 @@ use crate::call_program::{CallProgram, Programs};
 use crate::dlpack::{Place, Type, View, elsewhere};
 use crate::error::{InputError, UnsupportedError};
 
-/// The options of a call that are numbers: the package's `CallOptions`, field by field.
-#[derive(Clone, Copy, Debug, serde::Deserialize, FromPyObject)]
+/// The options of a call that are numbers: the package's `CallOptions`, field by field, or [`Numbers`].
+#[derive(Clone, Copy, Debug, serde::Deserialize)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
@@ -32,6 +33,40 @@ pub(crate) struct Options {
     /// The type of O, where Q is codes as well.
     #[serde(default)]
     pub out_dtype: Option<KvDtype>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Options {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Options> {
+        if let Ok(numbers) = object.cast::<Numbers>() {
+            return Ok(numbers.get().0);
+        }
+        let py = object.py();
+        Ok(Options {
+            scale: object.getattr(intern!(py, "scale"))?.extract()?,
+            causal: object.getattr(intern!(py, "causal"))?.extract()?,
+            window: object.getattr(intern!(py, "window"))?.extract()?,
+            softcap: object.getattr(intern!(py, "softcap"))?.extract()?,
+            deterministic: object.getattr(intern!(py, "deterministic"))?.extract()?,
+            query_offset: object.getattr(intern!(py, "query_offset"))?.extract()?,
+            latent: object.getattr(intern!(py, "latent"))?.extract()?,
+            kv_dtype: object.getattr(intern!(py, "kv_dtype"))?.extract()?,
+            out_dtype: object.getattr(intern!(py, "out_dtype"))?.extract()?,
+        })
+    }
+}
+
+/// Options that are read already, for calls that have the same again.
+#[pyclass(frozen, module = "fa_attn._core")]
+pub(crate) struct Numbers(Options);
+
+#[pymethods]
+impl Numbers {
+    #[new]
+    fn new(options: Options) -> Numbers {
+        Numbers(options)
+    }
 }
 
 /// A type by its name, as of the codes of K and V.

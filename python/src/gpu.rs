@@ -95,8 +95,8 @@ pub(crate) struct Entry {
     number: u64,
 }
 
-/// The caller's side of a call: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's
-/// library, and the work plans that calls of the same lengths share.
+/// The caller's side of a call: a stream's handle, `allocate(bytes, zero, device)` for device memory of the
+/// caller's library, and the work plans that calls of the same lengths share.
 #[derive(Clone, Copy)]
 pub(crate) struct Caller<'a, 'py> {
     pub stream: u64,
@@ -402,7 +402,7 @@ impl Entry {
         let Some(allocate) = from.allocate else {
             return Err(InputError::new_err("a plan that calls share needs `allocate`"));
         };
-        let (memory, address) = library_memory(bytes, true, allocate)?;
+        let (memory, address) = library_memory(bytes, true, stream, allocate)?;
         let extras = RawExtras { plan: Some(address), ..*extras };
         // SAFETY: as in `run`; the plan's memory is kept by `plans`.
         py.detach(|| unsafe { forward.plan_raw(stream, &extras) }).map_err(launched)?;
@@ -432,7 +432,7 @@ fn scratch(
     allocate: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(Memory, u64)> {
     if let Some(allocate) = allocate {
-        let (owner, address) = library_memory(bytes, zero, allocate)?;
+        let (owner, address) = library_memory(bytes, zero, stream, allocate)?;
         return Ok((Memory::Library { _owner: owner }, address));
     }
     let slice = if zero {
@@ -447,9 +447,14 @@ fn scratch(
     Ok((Memory::Stream { _slice: slice }, address))
 }
 
-/// `bytes` bytes of device memory of the caller's library.
-fn library_memory(bytes: usize, zero: bool, allocate: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, u64)> {
-    let memory = allocate.call1((bytes, zero))?;
+/// `bytes` bytes of device memory of the caller's library, on the stream's device.
+fn library_memory(
+    bytes: usize,
+    zero: bool,
+    stream: &CudaStream,
+    allocate: &Bound<'_, PyAny>,
+) -> PyResult<(Py<PyAny>, u64)> {
+    let memory = allocate.call1((bytes, zero, stream.context().ordinal()))?;
     let address = View::of("workspace", &memory, None)?.address();
     Ok((memory.unbind(), address))
 }
