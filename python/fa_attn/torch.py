@@ -177,9 +177,12 @@ def plain_attention(q, k, v, arguments, lengths=None, metadata=None, division=No
     for x in (q, k, v):
         if type(x) not in PLAIN or x.dtype is not dtype or x.is_nested or x.layout is not STRIDED:
             return None
-        if x.requires_grad or x.is_neg() or x.dim() < 3 or not (x.is_contiguous() or x.stride(-1) == 1):
+        if x.requires_grad or x.is_neg() or not (x.is_contiguous() or x.stride(-1) == 1):
             return None
-    shape, columns = q.shape, v.shape[-1]
+    shape = q.shape
+    if len(shape) < 3 or v.dim() < 3:
+        return None
+    columns = v.shape[-1]
     # A GPU's kernels read whole multiples of 16 bytes of a row.
     if shape[-1] % 8 or columns % 8:
         return None

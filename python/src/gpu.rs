@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -28,12 +29,56 @@ use crate::raw::{extras, floats, on_device, raw};
 /// The most bound kernels that are kept: lengths that never recur must not fill the memory.
 const KEPT: usize = 4096;
 
+/// A map whose keys are hashed in a tenth of the standard library's time, which a call notices. Collisions on
+/// purpose would cost their author time: maps are small, and their keys the caller's own problems and streams.
+type Table<K, V> = HashMap<K, V, BuildHasherDefault<Mixed>>;
+
+/// A hash of words, each multiplied into the state.
+#[derive(Default)]
+struct Mixed(u64);
+
+impl Hasher for Mixed {
+    fn finish(&self) -> u64 {
+        // The high bits have seen all words, and tables go by the low ones.
+        self.0.rotate_left(26)
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, n: u8) {
+        self.write_u64(u64::from(n));
+    }
+
+    fn write_u32(&mut self, n: u32) {
+        self.write_u64(u64::from(n));
+    }
+
+    fn write_u64(&mut self, n: u64) {
+        // The multiplier of PCG's generators.
+        self.0 = (self.0.rotate_left(23) ^ n).wrapping_mul(0x5851_F42D_4C95_7F2D);
+    }
+
+    fn write_usize(&mut self, n: usize) {
+        self.write_u64(n as u64);
+    }
+
+    fn write_isize(&mut self, n: isize) {
+        self.write_u64(n as u64);
+    }
+}
+
 /// A GPU with the kernels that were bound for its problems.
 pub(crate) struct Device {
     gpu: Gpu,
     bound: Mutex<Kept>,
-    streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
-    workspaces: Mutex<HashMap<u64, Arc<Workspace>>>,
+    streams: Mutex<Table<u64, Arc<CudaStream>>>,
+    workspaces: Mutex<Table<u64, Arc<Workspace>>>,
     counters: OnceLock<Option<Counters>>,
 }
 
@@ -84,7 +129,7 @@ const WORKSPACES: usize = 64;
 /// Bound kernels, and the number of tuning's winners when the first of them was bound.
 #[derive(Default)]
 struct Kept {
-    entries: HashMap<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
+    entries: Table<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
     winners: u64,
 }
 

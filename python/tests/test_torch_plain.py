@@ -92,11 +92,15 @@ def test_a_change_of_a_tensor_is_seen(device, dtype):
         else:
             with pytest.raises(fa_attn.InputError, match="k holds f16 and q bf16"):
                 fa_attn.flash_attn_func(q, changed, v)
-    # A row of 20 columns, and one that begins within 16 bytes.
-    for columns in (slice(0, 20), slice(1, 65)):
-        rows = storage[:, :20, :, columns]
-        same = rows.contiguous().clone()
-        close(fa_attn.flash_attn_func(rows, rows, rows), definition(same, same, same), q.dtype)
+    rows = storage[:, :20, :, :20]
+    close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
+    # Kernels of a GPU read 16 bytes at once.
+    rows = storage[:, :20, :, 1:65]
+    if device == "cuda":
+        with pytest.raises(fa_attn.InputError, match="a multiple of 16 bytes"):
+            fa_attn.flash_attn_func(rows, rows, rows)
+    else:
+        close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
 
 
 @on
@@ -216,6 +220,8 @@ def test_threads_have_their_own_results(device, dtype):
     inputs = [halves(device, *[(1, 30, 4, 64)] * 3, seed=at) for at in range(4)]
     want = [fa_attn.flash_attn_func(*x, causal=True, **LONG) for x in inputs]
     found = [None] * 4
+    if device == "cuda":
+        torch.cuda.synchronize()
 
     def work(at):
         stream = torch.cuda.Stream() if device == "cuda" else None
@@ -253,6 +259,7 @@ def test_calls_go_to_the_stream_and_the_device_of_their_tensors():
     assert all(torch.equal(one, want) for one in found)
     # What a stream still writes is read behind it.
     late = torch.zeros_like(q)
+    torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
         torch.cuda._sleep(20_000_000)
         late.copy_(q)
@@ -266,7 +273,8 @@ def test_calls_go_to_the_stream_and_the_device_of_their_tensors():
     static.copy_(q)
     used.fill_(450)
     graph.replay()
-    assert torch.equal(out, step(q)) and not torch.equal(out, want)
+    close(out, step(q), q.dtype)
+    assert not torch.equal(out, want)
     if torch.cuda.device_count() > 1:
         used.fill_(900)
         there = [x.to("cuda:1") for x in (q, k, v, used)]
