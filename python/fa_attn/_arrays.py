@@ -163,7 +163,7 @@ class Arrays(Latents):
         extras = None if extras is None else self.beside(extras)
         _core.check_forward(*map(lib.read, (q, k, v)), options, extras, lib.stream(q))
 
-    def decoded(self, *_):
+    def plain_attention(self, *_, **__):
         # There is no shorter way.
         return None
 

@@ -1,6 +1,6 @@
 """The extension module, which the package's Python code calls. Only its exceptions are for users."""
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ._options import CallOptions, Extras
 
@@ -21,7 +21,8 @@ BESIDE: Tuple[str, ...]
 
 Division = Tuple[Optional[int], Optional[bool]]
 Programs = Tuple[Sequence[str], Sequence[Tuple[str, Any]], Sequence[Tuple[str, float]]]
-Allocate = Callable[[int, bool], Any]
+# A number of bytes, whether they are zero, and the GPU.
+Allocate = Callable[[int, bool, int], Any]
 
 def version() -> str: ...
 def program(text: str) -> str: ...
@@ -70,13 +71,18 @@ def explain(
 ) -> str: ...
 def tune(candidates: Optional[int] = None, budget: float = 0.0) -> None: ...
 def finish_tuning() -> str: ...
+class Numbers:
+    """`CallOptions` that the module has read, for calls that have the same again."""
+
+    def __init__(self, options: CallOptions) -> None: ...
+
 def forward(
     q: Any,
     k: Any,
     v: Any,
     out: Any,
     lse: Optional[Any],
-    options: CallOptions,
+    options: Union[CallOptions, Numbers],
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,

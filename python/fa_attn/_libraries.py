@@ -141,9 +141,10 @@ class Cupy(Numpy):
     def host(self, array):
         return self.np.asarray(array)
 
-    def allocate(self, count, zero):
+    def allocate(self, count, zero, device):
         make = self.np.zeros if zero else self.np.empty
-        return make((count,), self.np.uint8)
+        with self.np.cuda.Device(device):
+            return make((count,), self.np.uint8)
 
 
 class Jax(Numpy):

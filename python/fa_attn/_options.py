@@ -24,7 +24,7 @@ from typing import (
 )
 
 from ._checks import array, count, flag, is_neutral, number, offset, surely, upper_bound, window
-from ._core import BESIDE, InputError, UnsupportedError
+from ._core import BESIDE, InputError, Numbers, UnsupportedError
 from ._faces import of_one_library
 from ._types import Array
 
@@ -203,7 +203,7 @@ def _default_of(name):
 
 # The most parts of a tile's keys.
 _MOST_SPLITS = 256
-_PLANNED = 0
+PLANNED = 0
 
 
 def division_of(num_splits, pack_gqa):
@@ -212,9 +212,9 @@ def division_of(num_splits, pack_gqa):
     splits = None
     packs = None if pack_gqa is None else flag("pack_gqa", pack_gqa)
     # By identity: a comparison would ask torch.compile for a symbol's value.
-    if num_splits is not None and num_splits is not _PLANNED:
+    if num_splits is not None and num_splits is not PLANNED:
         number = count("num_splits", num_splits, largest=_MOST_SPLITS)
-        splits = None if surely(number == _PLANNED) else number
+        splits = None if surely(number == PLANNED) else number
     return None if splits is packs is None else (splits, packs)
 
 
@@ -376,6 +376,34 @@ def call_options(softmax_scale, causal, window_size, softcap, deterministic, que
         False if deterministic is False else flag("deterministic", deterministic),
         0 if query_offset is None else offset("query_offset", query_offset),
     )
+
+
+# The options that calls gave last, as the extension module has read them, and how many are kept.
+_READ: Dict[Any, Any] = {}
+_MOST_READ = 256
+
+
+def read_numbers(arguments):
+    """(`call_options`, the same as the extension module has read them) of these arguments: of a call that
+    gives them as most do, or else None. Not while torch.compile traces."""
+    scale, causal, sides, softcap, deterministic = arguments
+    # Equal values of other types may be refused, and those of arrays change.
+    if not ((scale is None or type(scale) is float) and type(softcap) is float):
+        return None
+    try:
+        numbers = _READ.get(arguments)
+    except TypeError:
+        return None
+    if numbers is not None:
+        return numbers
+    flags = type(causal) is type(deterministic) is bool
+    if not (flags and type(sides) is tuple and all(type(side) is int for side in sides)):
+        return None
+    checked = call_options(*arguments)
+    if len(_READ) >= _MOST_READ:
+        _READ.clear()
+    numbers = _READ[arguments] = (checked, Numbers(checked))
+    return numbers
 
 
 def returned(out, lse, return_softmax_lse, return_lse, return_attn_probs):

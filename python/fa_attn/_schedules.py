@@ -30,8 +30,10 @@ class SchedulerMetadata:
     attention_chunk: int = 0
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
 
-    def is_of(self, q, k_cache, v_cache, numbers, page):
-        """Whether the call is the one that was described; outside of torch.compile."""
+    def is_of(self, q, k_cache, v_cache, numbers, is_paged):
+        """Whether the call, of padded queries, is the one that was described; outside of torch.compile."""
+        if len(q.shape) != 4 or len(k_cache.shape) != 4:
+            return False
         batch, longest, heads_q, headdim = q.shape
         return (
             self.batch_size == batch
@@ -41,7 +43,7 @@ class SchedulerMetadata:
             and self.headdim == headdim
             and self.headdim_v == v_cache.shape[-1]
             and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
-            and (self.page_size is None or self.page_size == page)
+            and (self.page_size is None or (is_paged and self.page_size == k_cache.shape[1]))
             and self.causal is numbers.causal
             and self.window_size == numbers.window
             and self.has_softcap is (numbers.softcap != 0.0)

@@ -22,12 +22,12 @@ is_compiling = torch.compiler.is_compiling
 # Within vmap, grad, vjp and their like.
 is_transforming = torch._C._are_functorch_transforms_active
 # Of torch.jit.trace, and of modes that see each operator: make_fx, fake tensors, counters of operations.
-_is_tracing = torch._C._is_tracing
-_count_modes = torch._C._len_torch_dispatch_stack
+is_tracing = torch._C._is_tracing
+count_modes = torch._C._len_torch_dispatch_stack
 # These take half as long as `torch.empty` with a shape, a type and a device, which small calls notice.
 _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
-_STRIDED = torch.strided
+STRIDED = torch.strided
 FLOAT = torch.float32
 
 
@@ -38,28 +38,10 @@ def stream_of(q):
     return torch.cuda.current_stream(q.device).cuda_stream
 
 
-def _allocator(q):
-    """The function that allocates a kernel's workspace in torch's memory."""
-    device = q.device
-
-    def allocate(count, zero):
-        make = torch.zeros if zero else torch.empty
-        return make(count, dtype=torch.uint8, device=device)
-
-    return allocate
-
-
-_ALLOCATORS = {}
-
-
-def allocator_of(q):
-    if not q.is_cuda:
-        return None
-    key = q.device.index
-    allocator = _ALLOCATORS.get(key)
-    if allocator is None:
-        allocator = _ALLOCATORS[key] = _allocator(q)
-    return allocator
+def allocate(count, zero, device):
+    """A kernel's workspace in torch's memory, on a GPU."""
+    make = torch.zeros if zero else torch.empty
+    return make(count, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def lse_shape(q):
@@ -76,12 +58,11 @@ def out_type(q, out_dtype):
     return q.dtype if out_dtype is None else torch.bfloat16
 
 
-def new_results(q, v, extras, out=None, wants_lse=True, out_dtype=None):
-    """Tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
-    sequence are 0. An `out` of the caller's is left unchanged. On a GPU an LSE that nobody wants is None."""
-    if extras is not None and (
-        extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
-    ):
+def new_results(q, v, has_gaps, out=None, wants_lse=True, out_dtype=None):
+    """Tensors for out and LSE. `has_gaps`: whether there may be rows that belong to no sequence and are 0: on
+    the CPU, and where queries are used in part. An `out` of the caller's is left unchanged. On a GPU an LSE
+    that nobody wants is None."""
+    if has_gaps:
         if q.is_quantized:
             check_tensor("q", q)
         dtype = out_type(q, out_dtype)
@@ -115,7 +96,7 @@ def may_overlap(one, other):
     # What records operators has no addresses.
     if is_compiling() or one.is_meta or not (type(one) in PLAIN and type(other) in PLAIN):
         return False
-    if not (one.layout is other.layout is _STRIDED) or one.numel() == 0 or other.numel() == 0:
+    if not (one.layout is other.layout is STRIDED) or one.numel() == 0 or other.numel() == 0:
         return False
     first, other_first = one.data_ptr(), other.data_ptr()
     if first > other_first + _reach(other) or other_first > first + _reach(one):
@@ -179,7 +160,7 @@ def on_whole_rows(q, k, v, options):
 
 def is_recorded():
     """Whether a trace or a mode records operators."""
-    if not (_is_tracing() or _count_modes()):
+    if not (is_tracing() or count_modes()):
         return False
     count_operations()
     return True
@@ -194,11 +175,11 @@ def goes_by_operator(*tensors):
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         tell_shardings()
         return True
-    if (_is_tracing() or _count_modes()) and is_recorded():
+    if (is_tracing() or count_modes()) and is_recorded():
         tell_shardings()
         return True
     for x in tensors:
-        if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED:
+        if type(x) not in PLAIN or x.is_nested or x.layout is not STRIDED:
             for name, value in zip(_ARGUMENTS, tensors):
                 check_tensor(name, array(name, value))
             tell_shardings()
@@ -240,7 +221,7 @@ def check_tensor(name, value):
         raise UnsupportedError(
             f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
         )
-    if value.layout is not _STRIDED:
+    if value.layout is not STRIDED:
         raise UnsupportedError(f"{name} is of the layout {value.layout}: it must be dense, {name}.to_dense()")
     if value.is_quantized:
         raise UnsupportedError(f"{name} holds {value.dtype}: it must not be quantized, {name}.dequantize()")
@@ -249,7 +230,7 @@ def check_tensor(name, value):
 def is_plain(x):
     """Whether the value is a tensor that the library reads as it is where its rows are contiguous: of torch's
     own type, dense and without autograd."""
-    if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED:
+    if type(x) not in PLAIN or x.is_nested or x.layout is not STRIDED:
         return False
     return not (x.is_neg() or x.requires_grad)
 

@@ -8,7 +8,7 @@ import torch
 
 from . import _core
 from ._options import NO_EXTRAS, Extras, is_varied
-from ._torch_memory import FLOAT, aligned, allocator_of, is_recorded, new_gradients, new_results, stream_of
+from ._torch_memory import FLOAT, aligned, allocate, is_recorded, new_gradients, new_results, stream_of
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
 
@@ -18,9 +18,11 @@ _empty = torch.empty
 def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, wants_lse=True, programs=None):
     """(out, lse); `out`: the tensor that out is written to; `division`: how the caller wants the work
     divided. Where LSE is not wanted it may be None. `programs`: as the extension module takes them."""
-    out, lse = new_results(q, v, extras, out, wants_lse, options.out_dtype)
-    others = (stream_of(q), allocator_of(q), plans, division, programs)
-    _core.forward(q, k, v, out, lse, options, extras, *others)
+    has_gaps = extras is not None and (
+        extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
+    )
+    out, lse = new_results(q, v, has_gaps, out, wants_lse, options.out_dtype)
+    _core.forward(q, k, v, out, lse, options, extras, stream_of(q), allocate, plans, division, programs)
     return out, lse
 
 
@@ -37,7 +39,7 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     if extras is not None and extras.sinks is not None:
         dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
     arrays = (dout, q, k, v, out, lse, *grads, dsinks)
-    _core.backward(*arrays, options, extras, stream_of(q), allocator_of(q), dlse, programs, gradients)
+    _core.backward(*arrays, options, extras, stream_of(q), allocate, dlse, programs, gradients)
     return dsinks
 
 

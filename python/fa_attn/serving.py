@@ -23,6 +23,7 @@ from ._core import InputError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
 from ._options import (
+    PLANNED,
     CallOptions,
     CommonOptions,
     call_options,
@@ -167,18 +168,19 @@ def flash_attn_with_kvcache(
         and (block_table is None or page_table is None)
         and (return_softmax_lse is True or return_softmax_lse is False)
         and (return_lse is True or return_lse is False)
+        and (scheduler_metadata is None or type(scheduler_metadata) is SchedulerMetadata)
+        and cache_seqlens is not None
         and not options
     ):
         wants_lse = return_softmax_lse or return_lse
-        made = _step(
+        made = face_of(q).plain_attention(
             q,
             k_cache,
             v_cache,
-            cache_seqlens,
-            page_table if block_table is None else block_table,
-            call_options(softmax_scale, causal, window_size, softcap, False),
+            (softmax_scale, causal, window_size, softcap, False),
+            (None, None, cache_seqlens, page_table if block_table is None else block_table, None, 0),
             scheduler_metadata,
-            division_of(num_splits, None),
+            None if num_splits is PLANNED else division_of(num_splits, None),
             wants_lse,
         )
         if made is not None:
@@ -394,27 +396,6 @@ def _without_page(tensors, table):
         if is_per_row(x):
             pages, page, heads = x.shape
             tensors[name] = x.reshape((pages * page, heads) if table is None else (pages * page, 1, heads))
-
-
-def _step(q, k_cache, v_cache, used, table, numbers, metadata, division, wants_lse):
-    """(out, lse) of queries on a cache and nothing beside, checked by the extension module alone. None where
-    it refuses, whose error the long way words, and where arrays are not as it reads them."""
-    face = face_of(q)
-    extras = face.decoded(q, k_cache, v_cache, used, table)
-    if extras is None:
-        return None
-    plans = None
-    if metadata is not None:
-        page = None if table is None else k_cache.shape[1]
-        if type(metadata) is not SchedulerMetadata or not metadata.is_of(q, k_cache, v_cache, numbers, page):
-            return None
-        plans, division = metadata.plans, metadata.divided(division)
-    try:
-        return face.run_forward(
-            q, k_cache, v_cache, numbers, extras, plans, division=division, wants_lse=wants_lse
-        )
-    except (InputError, UnsupportedError):
-        return None
 
 
 def _on_values(face, q, k_cache, v_cache, options, numbers):

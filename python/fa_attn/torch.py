@@ -9,28 +9,34 @@ tensors, subclasses) sees the operators `fa_attn::forward` and `fa_attn::backwar
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 from . import _core
 from . import _torch_codes as codes
-from ._checks import check_cache_rows, check_no_overlap, check_out, int32
-from ._options import Extras
+from ._checks import LARGEST, check_cache_rows, check_no_overlap, check_out, int32
+from ._options import read_numbers
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_latents import chosen, largest_scores, repeated, rows_of_pages, sunk, without_blind
 from ._torch_memory import (
+    ASKS_STREAM,
     FLOAT,
+    PLAIN,
+    STRIDED,
+    allocate,
     are_whole_rows,
     autocast,
     check_extras,
     check_tensor,
+    count_modes,
     goes_by_operator,
     has_rows,
     is_aligned,
     is_compiling,
     is_dual,
-    is_plain,
-    is_recorded,
+    is_tracing,
     is_transforming,
+    lse_shape,
     may_overlap,
     new_gradients,
     on_whole_rows,
@@ -68,7 +74,6 @@ __all__ = [
     "codes",
     "contiguous",
     "cut_off",
-    "decoded",
     "detached",
     "differences",
     "expanded",
@@ -85,11 +90,11 @@ __all__ = [
     "packed_attention",
     "packed_rows",
     "places_of",
+    "plain_attention",
     "refuse_gradient",
     "refused",
     "repeated",
     "rows_of_pages",
-    "run_forward",
     "side_by_side",
     "stored",
     "sunk",
@@ -102,6 +107,9 @@ __all__ = [
 
 has_autograd = True
 lends = False
+_F16, _BF16 = torch.float16, torch.bfloat16
+_empty_like = torch.empty_like
+_CONTIGUOUS = torch.contiguous_format
 
 
 def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None):
@@ -152,26 +160,71 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
 
 
-def decoded(q, k_cache, v_cache, used, table):
-    """The extras of queries of one length on a cache, where all tensors are plain and nothing records or
-    converts them, so that `run_forward` takes them as they are; None where that is not so."""
-    if is_compiling() or is_transforming() or is_dual() or is_recorded():
+def plain_attention(q, k, v, arguments, lengths=None, metadata=None, division=None, wants_lse=False):
+    """`attention` of tensors that nothing records, converts or differentiates, checked by the extension
+    module alone: (out, lse). None where that is not so, and where it refuses, whose error the long way words.
+    `arguments`: of `read_numbers`. `lengths`: cu_seqlens_q, cu_seqlens_k, seqused_k and page_table, of which
+    any may be None, then max_seqlen_q and max_seqlen_k, which packed sequences have. `metadata`: see
+    `fa_attn.get_scheduler_metadata`."""
+    # Functions of a line are written out: a call takes as long as a check.
+    if is_compiling() or is_transforming() or is_tracing() or count_modes() or forward_ad._current_level >= 0:
         return None
-    if not (is_plain(q) and not q.is_meta and is_plain(k_cache) and is_plain(v_cache) and is_plain(used)):
+    numbers = read_numbers(arguments)
+    dtype = q.dtype
+    # Autocast converts float32 and several types.
+    if numbers is None or not (dtype is _BF16 or dtype is _F16):
         return None
-    if not (used.is_contiguous() and (table is None or (is_plain(table) and table.is_contiguous()))):
+    for x in (q, k, v):
+        if type(x) not in PLAIN or x.dtype is not dtype or x.is_nested or x.layout is not STRIDED:
+            return None
+        if x.requires_grad or x.is_neg() or not (x.is_contiguous() or x.stride(-1) == 1):
+            return None
+    shape = q.shape
+    if len(shape) < 3 or v.dim() < 3:
         return None
-    dtype, shape = q.dtype, q.shape
-    # Autocast converts float32 and several types; rows of other lengths are padded on a GPU.
-    if dtype is FLOAT or k_cache.dtype is not dtype or v_cache.dtype is not dtype:
+    columns = v.shape[-1]
+    # A GPU's kernels read whole multiples of 16 bytes of a row.
+    if shape[-1] % 8 or columns % 8:
         return None
-    if not len(shape) == k_cache.dim() == v_cache.dim() == 4:
+    extras = plans = None
+    if lengths is not None:
+        starts_q, starts_k, used, table, most_q, most_k = lengths
+        if table is not None:
+            if used is None:
+                return None
+            starts_k = None
+        if starts_q is None:
+            most_q = shape[1]
+        # On the CPU rows without a sequence are 0.
+        elif type(most_q) is not int or most_q > LARGEST or not q.is_cuda:
+            return None
+        if starts_k is None:
+            most_k = 0
+        elif type(most_k) is not int or most_k > LARGEST:
+            return None
+        for x in (starts_q, starts_k, used, table):
+            if x is not None and not (
+                type(x) in PLAIN and not x.is_nested and x.layout is STRIDED and x.is_contiguous()
+            ):
+                return None
+        extras = (starts_q, starts_k, None, used, table, None, None, None, None, None, most_q, most_k)
+    if metadata is not None:
+        if not metadata.is_of(q, k, v, numbers[0], lengths[3] is not None):
+            return None
+        plans, division = metadata.plans, metadata.divided(division)
+    if shape[-1] != columns:
+        out = q.new_empty((*shape[:-1], columns))
+    elif q.is_contiguous():
+        out = _empty_like(q)
+    else:
+        out = _empty_like(q, memory_format=_CONTIGUOUS)
+    lse = q.new_empty(lse_shape(q), dtype=FLOAT) if wants_lse or not q.is_cuda else None
+    stream = None if ASKS_STREAM else stream_of(q)
+    try:
+        _core.forward(q, k, v, out, lse, numbers[1], extras, stream, allocate, plans, division)
+    except (_core.InputError, _core.UnsupportedError):
         return None
-    if not (has_rows(q) and has_rows(k_cache) and has_rows(v_cache)):
-        return None
-    if shape[3] % 8 or v_cache.shape[-1] % 8:
-        return None
-    return Extras(seqused_k=used, page_table=table, max_seqlen_q=shape[1])
+    return out, lse
 
 
 def _refuse_axes(**tensors):

@@ -134,7 +134,8 @@ pub(crate) fn forward<'py>(
     division: Option<(Option<usize>, Option<bool>)>,
     programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    given.take_programs(programs, stream)?;
     let problem = given.problem(&options)?;
     let out = View::of("out", out, stream)?;
     let lse = lse.map(|lse| View::of("softmax_lse", lse, stream)).transpose()?;
@@ -158,7 +159,8 @@ pub(crate) fn check_forward<'py>(
     stream: Option<u64>,
     programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    given.take_programs(programs, stream)?;
     let problem = given.problem(&options)?;
     problem.check().map_err(|error| raised(error.into()))
 }
@@ -191,7 +193,8 @@ pub(crate) fn backward<'py>(
     programs: Option<Programs<'py>>,
     gradients: Option<Vec<(String, Bound<'py, PyAny>)>>,
 ) -> PyResult<()> {
-    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    given.take_programs(programs, stream)?;
     if let (Some(program), Some(gradients)) = (&mut given.program, gradients) {
         program.want(gradients, stream)?;
     }
@@ -237,7 +240,8 @@ pub(crate) fn report<'py>(
     division: Option<(Option<usize>, Option<bool>)>,
     programs: Option<Programs<'py>>,
 ) -> PyResult<String> {
-    let given = Given::of([q, k, v], extras.as_ref(), None)?.with_programs(programs, None)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), None)?;
+    given.take_programs(programs, None)?;
     let problem = given.problem(&options)?;
     let pass = if backward { Pass::Backward { deterministic: options.deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();

@@ -1,8 +1,11 @@
 //! The arrays and options of a call, and the problem that they pose.
 
+use std::cell::Cell;
+
 use fa_attn::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_core::extras::Value;
 use fa_core::{Extra, Extras};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -10,8 +13,8 @@ use crate::call_program::{CallProgram, Programs};
 use crate::dlpack::{Place, Type, View, elsewhere};
 use crate::error::{InputError, UnsupportedError};
 
-/// The options of a call that are numbers: the package's `CallOptions`, field by field.
-#[derive(Clone, Copy, Debug, serde::Deserialize, FromPyObject)]
+/// The options of a call that are numbers: the package's `CallOptions`, field by field, or [`Numbers`].
+#[derive(Clone, Copy, Debug, serde::Deserialize)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
@@ -32,6 +35,40 @@ pub(crate) struct Options {
     /// The type of O, where Q is codes as well.
     #[serde(default)]
     pub out_dtype: Option<KvDtype>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Options {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Options> {
+        if let Ok(numbers) = object.cast::<Numbers>() {
+            return Ok(numbers.get().0);
+        }
+        let py = object.py();
+        Ok(Options {
+            scale: object.getattr(intern!(py, "scale"))?.extract()?,
+            causal: object.getattr(intern!(py, "causal"))?.extract()?,
+            window: object.getattr(intern!(py, "window"))?.extract()?,
+            softcap: object.getattr(intern!(py, "softcap"))?.extract()?,
+            deterministic: object.getattr(intern!(py, "deterministic"))?.extract()?,
+            query_offset: object.getattr(intern!(py, "query_offset"))?.extract()?,
+            latent: object.getattr(intern!(py, "latent"))?.extract()?,
+            kv_dtype: object.getattr(intern!(py, "kv_dtype"))?.extract()?,
+            out_dtype: object.getattr(intern!(py, "out_dtype"))?.extract()?,
+        })
+    }
+}
+
+/// Options that are read already, for calls that have the same again.
+#[pyclass(frozen, module = "fa_attn._core")]
+pub(crate) struct Numbers(Options);
+
+#[pymethods]
+impl Numbers {
+    #[new]
+    fn new(options: Options) -> Numbers {
+        Numbers(options)
+    }
 }
 
 /// A type by its name, as of the codes of K and V.
@@ -78,27 +115,32 @@ impl<'py> Beside<'py> {
     /// The arrays of a tuple, in the order of [`arguments`], and the two bounds behind them.
     fn of(objects: Option<&Bound<'py, PyTuple>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
         let Some(objects) = objects else { return Ok(Beside::default()) };
+        let next = Cell::new(0);
+        // Asked for in the table's order.
         let view = |extra: Extra, need: Type| {
-            let Some(at) = arguments().position(|own| own == extra) else { return Ok(None) };
-            let object = objects.get_borrowed_item(at)?;
+            if !is_argument(extra) {
+                return Ok(None);
+            }
+            let object = objects.get_borrowed_item(next.replace(next.get() + 1))?;
             if object.is_none() {
                 return Ok(None);
             }
             words(argument(extra), &object, stream, need).map(Some)
         };
-        let most = |name: &str, at: usize| {
-            bound(name, objects.get_borrowed_item(arguments().count() + at)?.extract()?)
-        };
-        Ok(Beside {
-            extras: Extras::try_of(|extra| view(extra, Type::I32), |extra| view(extra, Type::F32))?,
-            max: (most("max_seqlen_q", 0)?, most("max_seqlen_k", 1)?),
-        })
+        let extras = Extras::try_of(|extra| view(extra, Type::I32), |extra| view(extra, Type::F32))?;
+        let most =
+            |name: &str, at: usize| bound(name, objects.get_borrowed_item(next.get() + at)?.extract()?);
+        Ok(Beside { extras, max: (most("max_seqlen_q", 0)?, most("max_seqlen_k", 1)?) })
     }
 }
 
 /// The extras that every function takes: all but the gradient of the LSE.
 pub(crate) fn arguments() -> impl Iterator<Item = Extra> {
-    Extra::ALL.into_iter().filter(|extra| extra.is_read_by(Pass::Forward))
+    Extra::ALL.into_iter().filter(|extra| is_argument(*extra))
+}
+
+fn is_argument(extra: Extra) -> bool {
+    extra.is_read_by(Pass::Forward)
 }
 
 /// The names of an argument in errors.
@@ -209,32 +251,36 @@ impl<'py> Given<'py> {
             }
         }
         let place = given.q.place;
-        let beside = given.beside.extras.iter();
-        let beside = beside.map(|(extra, view)| (argument(extra), view.into_inner()));
-        for (name, view) in [("k", &given.k), ("v", &given.v)].into_iter().chain(beside) {
+        for (name, view) in [("k", &given.k), ("v", &given.v)] {
             if view.place != place {
                 return Err(elsewhere(name, place));
+            }
+        }
+        for (extra, view) in given.beside.extras.iter() {
+            if view.into_inner().place != place {
+                return Err(elsewhere(argument(extra), place));
             }
         }
         Ok(given)
     }
 
-    /// The same with programs.
+    /// Takes programs as well.
     ///
     /// # Errors
     /// As [`CallProgram::of`], and arrays that lie elsewhere.
-    pub(crate) fn with_programs(
-        self,
+    pub(crate) fn take_programs(
+        &mut self,
         programs: Option<Programs<'py>>,
         stream: Option<u64>,
-    ) -> PyResult<Given<'py>> {
+    ) -> PyResult<()> {
         let program = programs.map(|programs| CallProgram::of(programs, stream)).transpose()?.flatten();
-        self.with_program(program)
+        self.take_program(program)
     }
 
-    pub(crate) fn with_program(self, program: Option<CallProgram<'py>>) -> PyResult<Given<'py>> {
+    pub(crate) fn take_program(&mut self, program: Option<CallProgram<'py>>) -> PyResult<()> {
         program.as_ref().map_or(Ok(()), |program| program.check_place(self.place()))?;
-        Ok(Given { program, ..self })
+        self.program = program;
+        Ok(())
     }
 
     pub(crate) fn place(&self) -> Place {
@@ -316,8 +362,8 @@ impl<'py> Given<'py> {
                 .with_sinks(extras.sinks.is_some())
                 .with_program(program.as_ref().map(|own| own.program)),
         );
-        for extra in arguments() {
-            if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {
+        for (extra, value) in extras.iter().filter(|(extra, _)| is_argument(*extra)) {
+            if let (Value::F32(view), Some(axes)) = (value, extra.axes_of(&problem)) {
                 check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;
             }
         }

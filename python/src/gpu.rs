@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -28,12 +29,56 @@ use crate::raw::{extras, floats, on_device, raw};
 /// The most bound kernels that are kept: lengths that never recur must not fill the memory.
 const KEPT: usize = 4096;
 
+/// A map whose keys are hashed in a tenth of the standard library's time, which a call notices. Collisions on
+/// purpose would cost their author time: maps are small, and their keys the caller's own problems and streams.
+type Table<K, V> = HashMap<K, V, BuildHasherDefault<Mixed>>;
+
+/// A hash of words, each multiplied into the state.
+#[derive(Default)]
+struct Mixed(u64);
+
+impl Hasher for Mixed {
+    fn finish(&self) -> u64 {
+        // The high bits have seen all words, and tables go by the low ones.
+        self.0.rotate_left(26)
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, n: u8) {
+        self.write_u64(u64::from(n));
+    }
+
+    fn write_u32(&mut self, n: u32) {
+        self.write_u64(u64::from(n));
+    }
+
+    fn write_u64(&mut self, n: u64) {
+        // The multiplier of PCG's generators.
+        self.0 = (self.0.rotate_left(23) ^ n).wrapping_mul(0x5851_F42D_4C95_7F2D);
+    }
+
+    fn write_usize(&mut self, n: usize) {
+        self.write_u64(n as u64);
+    }
+
+    fn write_isize(&mut self, n: isize) {
+        self.write_u64(n as u64);
+    }
+}
+
 /// A GPU with the kernels that were bound for its problems.
 pub(crate) struct Device {
     gpu: Gpu,
     bound: Mutex<Kept>,
-    streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
-    workspaces: Mutex<HashMap<u64, Arc<Workspace>>>,
+    streams: Mutex<Table<u64, Arc<CudaStream>>>,
+    workspaces: Mutex<Table<u64, Arc<Workspace>>>,
     counters: OnceLock<Option<Counters>>,
 }
 
@@ -84,7 +129,7 @@ const WORKSPACES: usize = 64;
 /// Bound kernels, and the number of tuning's winners when the first of them was bound.
 #[derive(Default)]
 struct Kept {
-    entries: HashMap<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
+    entries: Table<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
     winners: u64,
 }
 
@@ -95,8 +140,8 @@ pub(crate) struct Entry {
     number: u64,
 }
 
-/// The caller's side of a call: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's
-/// library, and the work plans that calls of the same lengths share.
+/// The caller's side of a call: a stream's handle, `allocate(bytes, zero, device)` for device memory of the
+/// caller's library, and the work plans that calls of the same lengths share.
 #[derive(Clone, Copy)]
 pub(crate) struct Caller<'a, 'py> {
     pub stream: u64,
@@ -402,7 +447,7 @@ impl Entry {
         let Some(allocate) = from.allocate else {
             return Err(InputError::new_err("a plan that calls share needs `allocate`"));
         };
-        let (memory, address) = library_memory(bytes, true, allocate)?;
+        let (memory, address) = library_memory(bytes, true, stream, allocate)?;
         let extras = RawExtras { plan: Some(address), ..*extras };
         // SAFETY: as in `run`; the plan's memory is kept by `plans`.
         py.detach(|| unsafe { forward.plan_raw(stream, &extras) }).map_err(launched)?;
@@ -432,7 +477,7 @@ fn scratch(
     allocate: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(Memory, u64)> {
     if let Some(allocate) = allocate {
-        let (owner, address) = library_memory(bytes, zero, allocate)?;
+        let (owner, address) = library_memory(bytes, zero, stream, allocate)?;
         return Ok((Memory::Library { _owner: owner }, address));
     }
     let slice = if zero {
@@ -447,9 +492,14 @@ fn scratch(
     Ok((Memory::Stream { _slice: slice }, address))
 }
 
-/// `bytes` bytes of device memory of the caller's library.
-fn library_memory(bytes: usize, zero: bool, allocate: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, u64)> {
-    let memory = allocate.call1((bytes, zero))?;
+/// `bytes` bytes of device memory of the caller's library, on the stream's device.
+fn library_memory(
+    bytes: usize,
+    zero: bool,
+    stream: &CudaStream,
+    allocate: &Bound<'_, PyAny>,
+) -> PyResult<(Py<PyAny>, u64)> {
+    let memory = allocate.call1((bytes, zero, stream.context().ordinal()))?;
     let address = View::of("workspace", &memory, None)?.address();
     Ok((memory.unbind(), address))
 }

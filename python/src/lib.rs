@@ -50,6 +50,8 @@ mod _core {
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
+    use super::given::Numbers;
+    #[pymodule_export]
     use super::merging::merge;
     #[pymodule_export]
     use super::programs::{program, program_eval, program_tiles, program_with};

@@ -262,13 +262,14 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
         None => (None, None, None),
     };
     extras.dlse = dlse;
-    let given = Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
+    let mut given =
+        Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
     let mut program = CallProgram::of_views(&call.texts, own, &call.scalars)?;
     let gradients = written.split_off(written.len() - call.wants.len().min(written.len()));
     if let Some(program) = &mut program {
         program.want_views(call.wants.into_iter().zip(gradients))?;
     }
-    let given = given.with_program(program)?;
+    given.take_program(program)?;
     let problem = given.problem(&call.options)?;
     let (splits, pack_gqa) = call.division;
     let (division, pinned) = (Division { splits, pack_gqa }, call.options.deterministic);

@@ -6,6 +6,7 @@
 //! made of the planner's kernels. What another compiler refuses is found when it compiles, and is remembered
 //! in the cache of kernels under the compiler's version, flags and sources.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
@@ -48,34 +49,6 @@ pub struct Refusal {
     pub params: Vec<(String, Vec<String>)>,
 }
 
-impl Refusal {
-    /// Whether the kernel of `spec`, which has the kernel's name and the values of [`KEYS`], is one of them.
-    fn covers(&self, spec: &KernelSpec) -> bool {
-        let own = params_of(spec);
-        self.params
-            .iter()
-            .skip(KEYS.len())
-            .all(|(name, values)| own.iter().any(|(own, value)| own == name && values.contains(value)))
-    }
-
-    /// Every combination of values of [`KEYS`].
-    fn keys(&self) -> Vec<[u32; KEYS.len()]> {
-        let mut keys = vec![[0; KEYS.len()]];
-        for (at, (_, values)) in self.params.iter().take(KEYS.len()).enumerate() {
-            let with = |key: &[u32; KEYS.len()]| {
-                let key = *key;
-                values.iter().filter_map(move |value| {
-                    let mut key = key;
-                    key[at] = value.parse().ok()?;
-                    Some(key)
-                })
-            };
-            keys = keys.iter().flat_map(with).collect();
-        }
-        keys
-    }
-}
-
 /// `sm90 sm90_fwd head_dim=128 head_dim_v=128 tile_m=128 tile_n=144|192 mask=full`.
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -88,14 +61,9 @@ impl FromStr for Refusal {
     type Err = String;
 
     fn from_str(line: &str) -> Result<Refusal, String> {
-        let mut words = line.split(' ');
-        let (Some(arch), Some(kernel)) = (words.next(), words.next()) else {
-            return Err(format!("'{line}' is not `ARCH KERNEL PARAMETER=VALUE ..`"));
-        };
-        let arch = arch.parse().map_err(|error| format!("'{line}': {error}"))?;
-        let params = words.map(|word| {
-            let (name, values) =
-                word.split_once('=').ok_or_else(|| format!("'{line}': '{word}' has no ="))?;
+        let Line { arch, kernel, params } = Line::of(line)?;
+        let params = params.map(|param| {
+            let (name, values) = param?;
             Ok((name.to_owned(), values.split('|').map(str::to_owned).collect()))
         });
         let params = params.collect::<Result<Vec<(String, Vec<String>)>, String>>()?;
@@ -106,27 +74,64 @@ impl FromStr for Refusal {
     }
 }
 
+/// A refusal as text, its parameters not yet read.
+struct Line<'a, P> {
+    arch: Arch,
+    kernel: &'a str,
+    /// Names, and values with `|` between them.
+    params: P,
+}
+
+impl<'a> Line<'a, ()> {
+    fn of(
+        line: &'a str,
+    ) -> Result<Line<'a, impl Iterator<Item = Result<(&'a str, &'a str), String>> + 'a>, String> {
+        let mut words = line.split(' ');
+        let (Some(arch), Some(kernel)) = (words.next(), words.next()) else {
+            return Err(format!("'{line}' is not `ARCH KERNEL PARAMETER=VALUE ..`"));
+        };
+        let arch = arch.parse().map_err(|error| format!("'{line}': {error}"))?;
+        let param =
+            move |word: &'a str| word.split_once('=').ok_or_else(|| format!("'{line}': '{word}' has no ="));
+        Ok(Line { arch, kernel, params: words.map(param) })
+    }
+}
+
 /// Reads a set: a refusal on each line, and comments.
 ///
 /// # Errors
 /// The first line that is none.
 pub fn read(text: &str) -> Result<Vec<Refusal>, String> {
-    text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::parse).collect()
+    lines(text).map(str::parse).collect()
 }
 
-/// Refusals by what each names.
+fn lines(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter(|line| !line.is_empty() && !line.starts_with('#'))
+}
+
+/// The values of [`KEYS`].
+type Key = [u32; KEYS.len()];
+
+/// Refusals by what each names. They are kept as text, of which a search reads the lines of its key: reading
+/// all takes ten times as long as a process needs to plan its first kernel.
 #[derive(Debug, Default)]
 pub struct Refusals {
-    found: HashMap<(Arch, [u32; KEYS.len()]), Vec<Refusal>>,
+    lines: Vec<Cow<'static, str>>,
+    found: HashMap<(Arch, Key), Vec<usize>>,
 }
 
 impl Refusals {
     /// That of a list.
     pub fn of(list: &[Refusal]) -> Refusals {
-        let mut refusals = Refusals::default();
-        for refusal in list {
-            for key in refusal.keys() {
-                refusals.found.entry((refusal.arch, key)).or_default().push(refusal.clone());
+        Refusals::of_lines(list.iter().map(|refusal| refusal.to_string().into()))
+    }
+
+    fn of_lines(lines: impl Iterator<Item = Cow<'static, str>>) -> Refusals {
+        let mut refusals = Refusals { lines: lines.collect(), ..Refusals::default() };
+        for (number, line) in refusals.lines.iter().enumerate() {
+            let Ok(Line { arch, params, .. }) = Line::of(line) else { continue };
+            for key in keys(params.flatten()) {
+                refusals.found.entry((arch, key)).or_default().push(number);
             }
         }
         refusals
@@ -136,16 +141,40 @@ impl Refusals {
     pub fn shipped() -> &'static Refusals {
         static REFUSALS: OnceLock<Refusals> = OnceLock::new();
         // A test reads every line.
-        REFUSALS.get_or_init(|| Refusals::of(&read(SHIPPED).unwrap_or_default()))
+        REFUSALS.get_or_init(|| Refusals::of_lines(lines(SHIPPED).map(Cow::Borrowed)))
     }
 
     /// Whether the kernel of `spec` is refused on `arch`.
     pub fn has(&self, spec: &KernelSpec, arch: Arch) -> bool {
         let (tile_m, tile_n) = spec.tile();
-        let of_key = self.found.get(&(arch, [spec.head_dim, spec.head_dim_v, tile_m, tile_n]));
-        let name = spec.kernel.name();
-        of_key.is_some_and(|own| own.iter().any(|refusal| refusal.kernel == name && refusal.covers(spec)))
+        let Some(numbers) = self.found.get(&(arch, [spec.head_dim, spec.head_dim_v, tile_m, tile_n])) else {
+            return false;
+        };
+        let (name, own) = (spec.kernel.name(), params_of(spec));
+        let covers = |(param, values): (&str, &str)| {
+            own.iter().any(|(own, value)| *own == param && values.split('|').any(|one| one == value))
+        };
+        numbers.iter().filter_map(|&number| Line::of(&self.lines[number]).ok()).any(
+            |Line { kernel, params, .. }| kernel == name && params.flatten().skip(KEYS.len()).all(covers),
+        )
     }
+}
+
+/// Every combination of values of [`KEYS`], the first of the parameters.
+fn keys<'a>(params: impl Iterator<Item = (&'a str, &'a str)>) -> Vec<Key> {
+    let mut keys = vec![[0; KEYS.len()]];
+    for (at, (_, values)) in params.take(KEYS.len()).enumerate() {
+        let with = |key: &Key| {
+            let key = *key;
+            values.split('|').filter_map(move |value| {
+                let mut key = key;
+                key[at] = value.parse().ok()?;
+                Some(key)
+            })
+        };
+        keys = keys.iter().flat_map(with).collect();
+    }
+    keys
 }
 
 #[cfg(test)]
@@ -175,7 +204,8 @@ mod tests {
                 assert!(params.iter().any(|(own, _)| own == name), "{refusal}");
                 assert!(!values.is_empty() && !values.contains(&String::new()), "{refusal}");
             }
-            assert!(!refusal.keys().is_empty(), "{refusal}");
+            let found = Refusals::of(std::slice::from_ref(refusal)).found;
+            assert!(found.keys().all(|(arch, _)| *arch == refusal.arch) && !found.is_empty(), "{refusal}");
         }
     }
 

@@ -1,0 +1,285 @@
+"""The short way of calls on plain tensors: that of the long one in values, and not taken where something
+records, converts or differentiates them."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fa_attn  # noqa: E402 - after torch
+import fa_attn._options as options_  # noqa: E402
+import fa_attn.torch  # noqa: E402
+from torch_cases import close, definition, needs_gpu, on, tensors  # noqa: E402
+
+# An offset of 0 says nothing new, and the short way knows none.
+LONG = dict(query_offset=0)
+PLAIN = (None, False, (-1, -1), 0.0, False)
+
+
+def halves(device, *shapes, seed=0):
+    return tensors(device, torch.bfloat16, *shapes, seed=seed, grad=False)
+
+
+def taken(monkeypatch):
+    """How many calls the short way has computed, as a list's length."""
+    made, plain = [], fa_attn.torch.plain_attention
+
+    def counted(*arguments, **named):
+        result = plain(*arguments, **named)
+        if result is not None:
+            made.append(result)
+        return result
+
+    monkeypatch.setattr(fa_attn.torch, "plain_attention", counted)
+    return made
+
+
+@on
+def test_the_short_way_is_the_long_one(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    is_short = dtype is not torch.float32
+    q, k = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), grad=False)
+    (v,) = tensors(device, dtype, (2, 40, 2, 32), seed=1, grad=False)
+    wide = torch.stack([q, q, q], 2)
+    apart = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for arguments in ((q, k, k), (q, k, v), wide.unbind(2), (apart, apart, apart)):
+        for options in (
+            dict(),
+            dict(causal=True),
+            dict(window_size=(7, 0), softcap=3.0),
+            dict(softmax_scale=0.5, causal=True, deterministic=True),
+        ):
+            before = len(made)
+            one = fa_attn.flash_attn_func(*arguments, **options)
+            assert len(made) - before == is_short
+            other = fa_attn.flash_attn_func(*arguments, **options, **LONG)
+            assert torch.equal(one, other) and one.is_contiguous() and one.abs().sum() > 0
+            assert not one.requires_grad and one.shape == other.shape
+    starts = torch.tensor([0, 10, 80], dtype=torch.int32, device=device)
+    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, starts, 70, 70)
+    before = len(made)
+    one = fa_attn.flash_attn_varlen_func(*packed, causal=True)
+    assert len(made) - before == (is_short and device == "cuda")
+    assert torch.equal(one, fa_attn.flash_attn_varlen_func(*packed, causal=True, **LONG))
+    table = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
+    used = torch.tensor([40, 30], dtype=torch.int32, device=device)
+    pages = [x.reshape(10, 8, 2, -1) for x in (k, v)]
+    queries = (packed[0], *pages, torch.tensor([0, 40, 80], dtype=torch.int32, device=device), starts, 40, 40)
+    before = len(made)
+    one = fa_attn.flash_attn_varlen_func(*queries, causal=True, seqused_k=used, block_table=table)
+    assert len(made) - before == (is_short and device == "cuda")
+    other = fa_attn.flash_attn_varlen_func(*queries, causal=True, seqused_k=used, page_table=table, **LONG)
+    assert torch.equal(one, other)
+
+
+@on
+def test_a_change_of_a_tensor_is_seen(device, dtype):
+    """Nothing of a tensor is kept from call to call: neither its address nor its shape, strides or type."""
+    q, k, v = halves(device, (1, 20, 2, 64), (1, 20, 2, 64), (1, 20, 2, 64))
+    fa_attn.flash_attn_func(q, k, v)
+    storage = torch.randn(1, 64, 2, 128, device=device).to(torch.bfloat16)
+    for changed in (
+        storage[:, :20, :, :64],
+        storage[:, 30:50, :, 64:],
+        storage[:, :, :, :64].transpose(1, 2)[:, :, :2].transpose(1, 2)[:, ::2],
+        storage.half()[:, :20, :, :64],
+    ):
+        if changed.dtype is q.dtype:
+            k.set_(changed.untyped_storage(), changed.storage_offset(), changed.shape, changed.stride())
+            values = v[:, :1].expand_as(k)
+            close(fa_attn.flash_attn_func(q, k, values), definition(q, k, values), k.dtype)
+        else:
+            with pytest.raises(fa_attn.InputError, match="k holds f16 and q bf16"):
+                fa_attn.flash_attn_func(q, changed, v)
+    rows = storage[:, :20, :, :20]
+    close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
+    # Kernels of a GPU read 16 bytes at once.
+    rows = storage[:, :20, :, 1:65]
+    if device == "cuda":
+        with pytest.raises(fa_attn.InputError, match="a multiple of 16 bytes"):
+            fa_attn.flash_attn_func(rows, rows, rows)
+    else:
+        close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
+
+
+@on
+def test_what_records_converts_or_differentiates_takes_the_long_way(device, dtype, monkeypatch):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    made = taken(monkeypatch)
+    q, k, v = halves(device, (2, 20, 4, 64), (2, 20, 2, 64), (2, 20, 2, 64))
+    call = fa_attn.flash_attn_func
+    want = call(q, k, v)
+    assert len(made) == 1
+    made.clear()
+    for at in range(3):
+        leaves = [x.clone().requires_grad_(i == at) for i, x in enumerate((q, k, v))]
+        out = call(*leaves)
+        (gradient,) = torch.autograd.grad(out.float().sum(), leaves[at])
+        assert torch.equal(out, want) and gradient.isfinite().all()
+
+    class Own(torch.Tensor):
+        pass
+
+    assert torch.equal(call(q.as_subclass(Own), k, v), want)
+    assert torch.equal(call(torch._neg_view(-q), k, v), want)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert call(q.float(), k, v).dtype is torch.bfloat16
+    assert torch.equal(torch.vmap(call)(q[None], k[None], v[None])[0], want)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(fa_attn.UnsupportedError, match="forward-mode"):
+            call(dual, k, v)
+    with FlopCounterMode(display=False) as counter:
+        call(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 20 * 20 * 128
+    traced = make_fx(lambda *x: call(*x))(q, k, v)
+    assert "fa_attn.forward" in traced.code and torch.equal(traced(q, k, v), want)
+    compiled = torch.compile(lambda *x: call(*x, causal=True), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), call(q, k, v, causal=True, **LONG))
+    torch.compiler.reset()
+    assert call(q.to("meta"), k.to("meta"), v.to("meta")).is_meta
+    assert not made
+    with torch.inference_mode():
+        out = call(q, k, v)
+    assert out.is_inference() and torch.equal(out, want) and len(made) == 1
+    for wrong, said in (
+        ((q.to_sparse(), k, v), "layout"),
+        ((q[0], k, v), "q"),
+        ((q, k[..., 0], v), "k"),
+        ((q, k, v[0, 0, 0, 0]), "v"),
+        ((q, k[:, :, :1].expand(2, 20, 3, 64), v), "head"),
+        ((q, k, None), "v is NoneType"),
+    ):
+        with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=said):
+            call(*wrong)
+    assert len(made) == 1
+
+
+def test_options_are_kept_by_value_and_type(monkeypatch):
+    made = taken(monkeypatch)
+    q, k, v = halves("cpu", (1, 20, 2, 64), (1, 20, 2, 64), (1, 20, 2, 64))
+
+    def call(**options):
+        return fa_attn.flash_attn_func(q, k, v, **options)
+
+    one = call(softmax_scale=1.0, softcap=1.0, window_size=(1, 0), causal=True)
+    assert len(made) == 1
+    # Of equal values some are of types that are refused.
+    for wrong in (dict(softmax_scale=True), dict(softcap=True)):
+        with pytest.raises(fa_attn.InputTypeError, match="it must be a number"):
+            call(**{**dict(softmax_scale=1.0, softcap=1.0, window_size=(1, 0), causal=True), **wrong})
+    for same in (dict(window_size=[1, 0]), dict(softmax_scale=1), dict(causal=1)):
+        other = call(**{**dict(softmax_scale=1.0, softcap=1.0, window_size=(1, 0), causal=True), **same})
+        assert torch.equal(one, other)
+    # An array may hold another value at the next call.
+    scale, side = torch.tensor(1.0), torch.tensor(3)
+    for value in (1.0, 0.25):
+        scale.fill_(value)
+        assert torch.equal(call(softmax_scale=scale), call(softmax_scale=value))
+    for value in (3, 0):
+        side.fill_(value)
+        assert torch.equal(call(window_size=(side, 0)), call(window_size=(value, 0)))
+    for wrong in (dict(softcap=-1.0), dict(window_size=(1, 2, 3)), dict(window_size=(1,))):
+        with pytest.raises(fa_attn.InputError, match=next(iter(wrong))):
+            call(**wrong)
+    for at in range(2 * options_._MOST_READ):
+        options_.read_numbers((1.0 + at, False, (-1, -1), 0.0, False))
+        assert len(options_._READ) <= options_._MOST_READ
+    assert options_.read_numbers((7.5, *PLAIN[1:]))[0].scale == 7.5
+
+
+def test_errors_are_those_of_the_long_way():
+    q, k, v = halves("cpu", (2, 20, 4, 64), (2, 20, 2, 64), (2, 20, 2, 64))
+    starts = torch.tensor([0, 10, 20], dtype=torch.int32)
+    for call, arguments in (
+        (fa_attn.flash_attn_func, (q, k[:1], v)),
+        (fa_attn.flash_attn_func, (q, k[..., :32], v)),
+        (fa_attn.flash_attn_func, (q[:, :, :3], k, v)),
+        (fa_attn.flash_attn_varlen_func, (q[0], k[0], v[0], starts, starts, 10, -1)),
+        (fa_attn.flash_attn_varlen_func, (q[0], k[0], v[0], starts, starts, 1 << 70, 10)),
+        (fa_attn.flash_attn_varlen_func, (q[0], k[0], v[0], starts.long(), starts, 10, 10)),
+        (fa_attn.flash_attn_varlen_func, (q[0], k[0], v[0], starts, starts, None, 10)),
+    ):
+        results = []
+        for beside in (dict(), LONG):
+            try:
+                results.append(call(*arguments, **beside))
+            except (fa_attn.InputError, fa_attn.UnsupportedError) as error:
+                results.append(f"{type(error).__name__}: {error}")
+        if isinstance(results[0], str):
+            assert results[0] == results[1]
+        else:
+            assert torch.equal(*results)
+
+
+@on
+def test_threads_have_their_own_results(device, dtype):
+    inputs = [halves(device, *[(1, 30, 4, 64)] * 3, seed=at) for at in range(4)]
+    want = [fa_attn.flash_attn_func(*x, causal=True, **LONG) for x in inputs]
+    found = [None] * 4
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+    def work(at):
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            found[at] = all(
+                torch.equal(fa_attn.flash_attn_func(*inputs[at], causal=True), want[at]) for _ in range(50)
+            )
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+@needs_gpu
+def test_calls_go_to_the_stream_and_the_device_of_their_tensors():
+    q, k, v = halves("cuda", (8, 1, 8, 64), (8, 900, 2, 64), (8, 900, 2, 64))
+    used = torch.full((8,), 900, dtype=torch.int32, device="cuda")
+
+    def step(q):
+        return fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True)
+
+    want = step(q)
+    torch.cuda.synchronize()
+    # Work on two streams at once has workspaces of its own.
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(step(q))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, want) for one in found)
+    # What a stream still writes is read behind it.
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(q)
+        out = step(late)
+    streams[0].synchronize()
+    assert torch.equal(out, want)
+    graph = torch.cuda.CUDAGraph()
+    static = torch.zeros_like(q)
+    with torch.cuda.graph(graph):
+        out = step(static)
+    static.copy_(q)
+    used.fill_(450)
+    graph.replay()
+    close(out, step(q), q.dtype)
+    assert not torch.equal(out, want)
+    if torch.cuda.device_count() > 1:
+        used.fill_(900)
+        there = [x.to("cuda:1") for x in (q, k, v, used)]
+        other = fa_attn.flash_attn_with_kvcache(*there[:3], cache_seqlens=there[3], causal=True)
+        assert other.device.index == 1 and torch.cuda.current_device() == 0
+        assert torch.equal(other.cpu(), want.cpu())
+        with pytest.raises(fa_attn.InputError, match="lies elsewhere"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=there[3], causal=True)
