@@ -1,6 +1,7 @@
 """The recorder: what a function does to recording scalars is written down as the lines of a program."""
 
 import contextlib
+import copy
 import math
 import numbers
 import sys
@@ -49,6 +50,8 @@ class Recorder:
         self.made = {}
         # Tensors computed within the function: another call has others.
         self.fresh = {}
+        # Whether Python has read values of tensors, which may be others at another call.
+        self.reads_values = False
 
     # Declarations.
 
@@ -105,8 +108,8 @@ class Recorder:
         return {name: tensor for name, _, tensor in self.arrays.values()}
 
     def is_lasting(self):
-        """Whether the arrays are those that the function closes over, and not made when it is called."""
-        return not any(key in self.fresh for key in self.arrays)
+        """Whether the program follows from what the function closes over, and from no value of its arrays."""
+        return not self.reads_values and not any(key in self.fresh for key in self.arrays)
 
     def scalars_by_name(self):
         """The values of the scalars that the program takes."""
@@ -116,7 +119,7 @@ class Recorder:
     # Expressions.
 
     def line(self, expression, kind, *operands, is_natural=False):
-        """A new line; the same expression is the same line. `is_natural`: an integer that is not negative."""
+        """A new line, or the line of the same expression. `is_natural`: an integer that is not negative."""
         known = self.known.get(expression)
         if known is None:
             name = f"v{len(self.lines)}"
@@ -124,7 +127,8 @@ class Recorder:
             scalars = set().union(*(x.scalars for x in operands)) if operands else set()
             known = self.known[expression] = Traced(self, name, kind, scalars, is_natural=is_natural)
             known.fixed = bool(operands) and all(x.fixed for x in operands)
-        return known
+        # Of its own, as it may be changed in place.
+        return copy.copy(known)
 
     def used(self):
         """The names that lines use."""
@@ -182,6 +186,9 @@ class Recorder:
 
     def _element(self, tensor):
         """The element of an array of one."""
+        place = _place_in_base(tensor)
+        if place is not None:
+            return self.load(*place)
         if len(tensor.shape) == 0:
             known = self.known.get(("one", id(tensor)))
             if known is None:
@@ -207,6 +214,10 @@ class Recorder:
     def operate(self, name, arguments, options):
         """What the operation of this name of Python, torch or numpy gives."""
         name = name.strip("_") if name.startswith("__") else name
+        is_in_place = name.endswith("_") or options.get("inplace", False)
+        options = {key: value for key, value in options.items() if key != "inplace"}
+        if is_in_place:
+            return self._in_place(name.rstrip("_"), arguments, options)
         if len(arguments) == 1 and not options:
             name = {"max": "amax", "min": "amin"}.get(name, name)
         if name in OF_ROWS:
@@ -235,10 +246,28 @@ class Recorder:
                 f"`{name}` with {int(wide.value)}: integers of a mask or score function have 32 bits"
             )
         try:
-            return operation(self, *given, **options)
+            made = operation(self, *given, **options)
+            return copy.copy(made) if any(made is one for one in given) else made
         except (TypeError, AttributeError) as error:
             shown = ", ".join(map(short, arguments))
             raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
+
+    def _in_place(self, name, arguments, options):
+        """The operation, of which the first argument becomes the result."""
+        target = arguments[0] if arguments else None
+        if not isinstance(target, Traced):
+            raise UnsupportedError(
+                f"`{name}` changes an array in place in a mask or score function: use what it gives instead"
+            )
+        made = self.operate(name, arguments, options)
+        if not isinstance(made, Traced) or _RANK[made.kind] > _RANK[target.kind]:
+            have = made.kind if isinstance(made, Traced) else "a row"
+            raise UnsupportedError(
+                f"`{name}` in place gives {have} to {target.kind} in a mask or score function: use what it "
+                "gives instead"
+            )
+        vars(target).update(vars(self.converted(made, target.kind)))
+        return target
 
     def row(self, value):
         """The scalars of a row, or of an array of one axis; None of anything else."""
@@ -274,8 +303,29 @@ class Recorder:
         return Row(self, made)
 
 
+def _place_in_base(tensor):
+    """(array, indices) of a tensor of one number that is an element of another, as `t[0]` is: several of these
+    are read from one array. None where it has a gradient of its own, or is none."""
+    base = getattr(tensor, "_base", None)
+    if base is None or not 1 <= base.dim() <= 4 or base.dtype != tensor.dtype or not base.is_contiguous():
+        return None
+    if base.requires_grad or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return None
+    rest, indices = tensor.storage_offset() - base.storage_offset(), []
+    for size, stride in zip(base.shape, base.stride()):
+        # That of an axis of one may be anything.
+        indices.append(rest // stride if size > 1 else 0)
+        rest -= indices[-1] * stride
+    return base, tuple(indices)
+
+
 # Functions of torch that make tensors of numbers.
 _MAKERS = ("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor")
+# What tells of a tensor's form, and of none of its values.
+_FORMS = set(
+    "__get__ size dim ndimension numel nelement stride storage_offset element_size get_device is_contiguous "
+    "is_floating_point is_complex is_signed is_conj is_neg is_tensor type __len__ __hash__ __repr__".split()
+)
 
 
 @contextlib.contextmanager
@@ -293,10 +343,18 @@ def recording(recorder):
             if recorder_of(arguments, options) is not None:
                 return called(recorder, function, arguments, options)
             result = function(*arguments, **options)
-            if getattr(function, "__name__", "") in _MAKERS and getattr(result, "ndim", 1) == 0:
+            name = getattr(function, "__name__", "")
+            if name in _MAKERS and getattr(result, "ndim", 1) == 0:
                 recorder.made[id(result)] = result
-            elif isinstance(result, torch.Tensor):
-                recorder.fresh[id(result)] = result
+                return result
+            parts = result if isinstance(result, (tuple, list)) else (result,)
+            computed = [x for x in parts if isinstance(x, torch.Tensor)]
+            given = [x for x in arguments if isinstance(x, torch.Tensor) and id(x) not in recorder.made]
+            # The array that an element belongs to is none that was computed.
+            bases = {id(x._base) for x in given}
+            recorder.fresh.update((id(x), x) for x in computed if id(x) not in bases)
+            if given and not computed and name not in _FORMS:
+                recorder.reads_values = True
             return result
 
     with Mode():

@@ -39,6 +39,19 @@ def _torch_function(_, function, kinds, arguments=(), options=None):
     return called(recorder_of(arguments, options or {}), function, arguments, options or {})
 
 
+def _method(recorder, name, own):
+    """The method of this name of a recording scalar or row."""
+    return lambda *others, **options: recorder.operate(name, _in_order(name, (own, *others)), options)
+
+
+def _in_order(name, arguments):
+    """A method's arguments as the function of its name takes them: `x.where(c, y)` is `where(c, x, y)`."""
+    if name == "where" and len(arguments) == 3:
+        own, condition, other = arguments
+        return condition, own, other
+    return arguments
+
+
 class Row:
     """Recording scalars side by side, as `t[q]` of an array of two axes gives: computed one by one."""
 
@@ -67,7 +80,7 @@ class Row:
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *arguments, **options: self._recorder.operate(name, (self, *arguments), options)
+        return _method(self._recorder, name, self)
 
     __torch_function__ = _torch_function
 
@@ -113,7 +126,7 @@ class Indexed:
         if name.startswith("_"):
             raise AttributeError(name)
         if self.row() is not None:
-            return lambda *arguments, **options: self._recorder.operate(name, (self, *arguments), options)
+            return _method(self._recorder, name, self)
         raise UnsupportedError(
             f"`{name}` of an array has no equivalent in a mask or score function: index it first, or compute "
             "it before"
@@ -249,7 +262,7 @@ class Traced:
     def __getattr__(self, name):
         if name.startswith("_") or name == "dtype":
             raise AttributeError(name)
-        return lambda *arguments, **options: self.recorder.operate(name, (self, *arguments), options)
+        return _method(self.recorder, name, self)
 
     def __getitem__(self, indices):
         if indices is Ellipsis or indices == ():
@@ -316,4 +329,6 @@ def called(recorder, function, arguments, options):
     if name == "__getitem__" and arguments and not isinstance(arguments[0], Traced):
         array = arguments[0]
         return (array if isinstance(array, Indexed) else Indexed(recorder, array))[arguments[1]]
+    if type(function).__name__ == "method_descriptor":
+        arguments = _in_order(name, arguments)
     return recorder.operate(name, arguments, options)

@@ -10,7 +10,7 @@ SHOWN = set()
 # Those that take an integer of more than 32 bits as the number that it is.
 WIDE = set(
     "lt le gt ge eq ne less less_equal greater greater_equal equal not_equal where masked_fill min max "
-    "minimum maximum clamp clip clamp_ clamp_min clamp_max full_like new_full new_tensor float double half "
+    "minimum maximum clamp clip clamp_min clamp_max full_like new_full new_tensor float double half "
     "bfloat16 div truediv true_divide divide".split()
 )
 
@@ -67,14 +67,14 @@ def _function(text, *names):
     """A function of one number."""
 
     @_named(*names)
-    def operation(recorder, x, inplace=False):
+    def operation(recorder, x):
         x = recorder.converted(x, "f32")
         return recorder.line(text.replace("X", x.name), "f32", x)
 
 
-_binary("+", "add", "add_")
-_binary("-", "sub", "subtract", "sub_")
-_binary("*", "mul", "multiply", "mul_")
+_binary("+", "add")
+_binary("-", "sub", "subtract")
+_binary("*", "mul", "multiply")
 _comparison("<", "lt", "less")
 _comparison("<=", "le", "less_equal")
 _comparison(">", "gt", "greater")
@@ -146,7 +146,7 @@ def _logical_not(recorder, x):
     return _invert(recorder, recorder.converted(x, "bool"))
 
 
-@_named("div", "truediv", "true_divide", "divide", "div_")
+@_named("div", "truediv", "true_divide", "divide")
 def _div(recorder, a, b, rounding_mode=None):
     if rounding_mode == "floor":
         return _floordiv(recorder, a, b)
@@ -296,7 +296,7 @@ _extreme("min", "minimum", "min")
 _extreme("max", "maximum", "max")
 
 
-@_named("clamp", "clip", "clamp_")
+@_named("clamp", "clip")
 def _clamp(recorder, x, low=None, high=None, min=None, max=None, a_min=None, a_max=None):
     low = next((one for one in (low, min, a_min) if one is not None), None)
     high = next((one for one in (high, max, a_max) if one is not None), None)
@@ -318,7 +318,7 @@ def _clamp_max(recorder, x, max):
 
 
 @_named("relu")
-def _relu(recorder, x, inplace=False):
+def _relu(recorder, x):
     """Without a derivative at 0, unlike a maximum."""
     zero = recorder.converted(recorder.operand(0), x.kind).name
     text = f"select({zero} < {x.name}, {x.name}, {zero})"
@@ -326,21 +326,21 @@ def _relu(recorder, x, inplace=False):
 
 
 @_named("hardtanh")
-def _hardtanh(recorder, x, min_val=-1.0, max_val=1.0, inplace=False):
+def _hardtanh(recorder, x, min_val=-1.0, max_val=1.0):
     x, low, high = (recorder.converted(recorder.operand(one), "f32") for one in (x, min_val, max_val))
     above = f"select({x.name} < {high.name}, {x.name}, {high.name})"
     return recorder.line(f"select({x.name} <= {low.name}, {low.name}, {above})", "f32", x, low, high)
 
 
 @_named("leaky_relu")
-def _leaky_relu(recorder, x, negative_slope=0.01, inplace=False):
+def _leaky_relu(recorder, x, negative_slope=0.01):
     x = recorder.converted(x, "f32")
     slope = recorder.converted(recorder.operand(negative_slope), "f32")
     return recorder.line(f"select(0.0 < {x.name}, {x.name}, {x.name} * {slope.name})", "f32", x, slope)
 
 
 @_named("relu6")
-def _relu6(recorder, x, inplace=False):
+def _relu6(recorder, x):
     return _hardtanh(recorder, x, 0.0, 6.0)
 
 
@@ -348,7 +348,7 @@ def _formula(takes, text, *names):
     """A function of so many numbers, by its text."""
 
     @_named(*names)
-    def operation(recorder, *given, inplace=False):
+    def operation(recorder, *given):
         if len(given) != takes:
             raise TypeError(f"{names[0]} takes {takes} numbers, not {len(given)}")
         own = [recorder.converted(x, "f32") for x in given]
@@ -380,12 +380,12 @@ def _exponential_unit(recorder, x, alpha, exponent):
 
 
 @_named("elu")
-def _elu(recorder, x, alpha=1.0, inplace=False):
+def _elu(recorder, x, alpha=1.0):
     return _exponential_unit(recorder, x, alpha, "{0}")
 
 
 @_named("celu")
-def _celu(recorder, x, alpha=1.0, inplace=False):
+def _celu(recorder, x, alpha=1.0):
     return _exponential_unit(recorder, x, alpha, "{0} / {1}")
 
 

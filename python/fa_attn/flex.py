@@ -516,6 +516,8 @@ def scaled_dot_product_attention(
         )
     alignment = _TOP_LEFT if is_causal else None
     if isinstance(attn_mask, CausalBias):
+        if is_causal:
+            raise InputError("is_causal beside a CausalBias as attn_mask: give one of them")
         alignment, attn_mask = _alignment_of(attn_mask, (query.shape[-2], key.shape[-2])), None
     options = dropout_p, alignment, scale, flag("enable_gqa", enable_gqa)
     return _scaled(query, key, value, attn_mask, *options)

@@ -474,7 +474,8 @@ def dot_product_attention(
     broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
     where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows
     beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows,
-    heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32.
+    heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32. It has its gradient, where
+    jax's "xla" has none.
     `implementation`: None, or the name of one of jax's ("xla", "cudnn"), which this one stands for.
     """
     if implementation not in (None, "xla", "cudnn"):

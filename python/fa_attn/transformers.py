@@ -18,6 +18,8 @@ import torch
 
 from . import interface
 from ._core import UnsupportedError
+from ._modifications import broadcast
+from ._programs import Program
 from ._torch_padding import Padding, packed_attention, padded_attention
 from ._transformers_masks import (
     FAR,
@@ -113,8 +115,11 @@ def attention(
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
         # A mask of the caller's says all, as for torch's own attention.
         own = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=bias)
-        mask = attention_mask[..., :keys]
-        return interface.flash_attn_func(q, k, v, dropout, mask=mask, **own), None
+        own["mask"] = attention_mask[..., :keys]
+        if softcap and bias is None and attention_mask.is_floating_point():
+            added = broadcast("attention_mask", own["mask"], (q.shape[0], q.shape[2], rows, keys))
+            own.update(softcap=0.0, mask=None, score_mod=_added_behind_cap(added, softcap))
+        return interface.flash_attn_func(q, k, v, dropout, **own), None
     made = attention_mask
     if made is None or not isinstance(made, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -158,6 +163,15 @@ def attention(
         _check_batch(module, made, q)
         return interface.flash_attn_varlen_func(q, k, v, seqused_k=made.used, sinks=s_aux, **options), None
     return interface.flash_attn_func(q, k, v, sinks=s_aux, **options), None
+
+
+def _added_behind_cap(array, softcap):
+    """The scores capped, and the array added to them."""
+    element = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(array.dtype, "f32")
+    gradient = " grad" if array.requires_grad else ""
+    text = f"array added: {element}[_, _, _, _]{gradient};\nscalar cap: f32;\n"
+    text += "score = cap * tanh(s / cap) + added[b, h, q, k];"
+    return Program(text, {"added": array}, {"cap": softcap})
 
 
 def _dense(made, options):

@@ -278,6 +278,8 @@ def test_torchs_causal_biases_are_read_by_what_they_say(lengths, alignment):
         assert (one - other).abs().max() < 1e-4
     with pytest.raises(fa_attn.InputError, match="CausalBias of .* make one for these"):
         fa_attn.scaled_dot_product_attention(own[0][:, :, 1:], *own[1:], bias)
+    with pytest.raises(fa_attn.InputError, match="is_causal beside a CausalBias"):
+        fa_attn.scaled_dot_product_attention(*own, bias, is_causal=True)
     with pytest.raises(fa_attn.InputTypeError, match="mask is a CausalBias"):
         fa_attn.flash_attn_func(*(x.transpose(1, 2) for x in own), mask=bias)
 

@@ -201,6 +201,14 @@ def mlp(score, b, h, q, k):
     return score - torch.relu(0.3 * torch.log(distance) - 0.1) - torch.nn.functional.softplus(-0.2 * distance)
 
 
+def changed_in_place(s, b, h, q, k):
+    kept, distance = s.clone(), q - k
+    same, seen = q - k, q >= k
+    torch.nn.functional.relu(s.mul_(2).sub_(0.5), inplace=True)
+    seen.logical_and_(distance.abs_() < 20)
+    return s.masked_fill_(~seen, -3.0) + kept.clamp_(-1, 1) + same + torch.relu_(distance - 5)
+
+
 SCORES = {
     "ALiBi": alibi,
     "bias": lambda s, b, h, q, k: s + BIAS[b, h, q, k],
@@ -222,6 +230,8 @@ SCORES = {
     "powers": lambda s, b, h, q, k: s**2 - 0.1 * (q - k) ** 2 + s.square().sqrt(),
     "sigmoid": lambda s, b, h, q, k: torch.log(torch.sigmoid(s) + 1e-3),
     "clamp": lambda s, b, h, q, k: torch.clamp(s, -1.0, 1.5) + s.clamp_min(0),
+    "in place": changed_in_place,
+    "where as a method": lambda s, b, h, q, k: s.where(q >= k, s * 0.5) + FORGET[0, 0, 0].where(h > 1, 0.25),
     "waves": lambda s, b, h, q, k: s + torch.sin(q * 0.1) * torch.cos(k / 10),
     "MLP of a distance": mlp,
     "booleans": lambda s, b, h, q, k: s * (q >= k) + VALID[b, k] * 0.5,
@@ -412,6 +422,49 @@ def test_arrays_are_the_callers_and_ask_for_gradients():
     assert not Program.of_score(lambda s, b, h, q, k: s + (SLOPES * 2)[h]).is_lasting
 
 
+def test_values_that_python_reads_are_read_anew():
+    number, numbers = torch.tensor(3), torch.tensor([3, 8])
+    masks = (
+        lambda b, h, q, k: q - k <= number.item(),
+        lambda b, h, q, k: q - k <= int(number),
+        lambda b, h, q, k: (q >= k) if number > 5 else (q > k),
+        lambda b, h, q, k: q - k <= numbers.tolist()[0],
+        lambda b, h, q, k: q - k <= (numbers + 1).numpy()[0],
+        lambda b, h, q, k: q - k <= numbers.sort().values[0],
+        lambda b, h, q, k: q - k <= (numbers * 2).unbind()[0],
+    )
+    for at, mask in enumerate(masks):
+        number.fill_(3), numbers[0].fill_(3)
+        before = Program.of_mask(mask)
+        assert Program.of_mask(mask) is not before
+        number.fill_(9), numbers[0].fill_(5)
+        after = Program.of_mask(mask)
+        given = list(points())
+        for point, (visible, _, _) in zip(given, after.evaluate(given)):
+            assert visible == bool(eager(mask, point, True)), (at, after.text)
+    # What is read where it lies, and what a form says, lasts.
+    assert Program.of_mask(lambda b, h, q, k: (q - k <= numbers[0]) & (k < len(numbers) * numbers.numel() * 8)).is_lasting
+
+
+def test_elements_of_one_array_are_one_array():
+    places = torch.tensor([[0, 5, 11], [17, 29, 48]])
+
+    def own_part(b, h, q, k):
+        edges = [places[at // 3, at % 3] for at in range(6)]
+        return sum((q >= a) & (q < z) & (k >= a) & (k < z) for a, z in zip(edges, edges[1:])) > 0
+
+    program = Program.of_mask(own_part)
+    [array] = program.arrays.values()
+    assert array is places and program.is_lasting
+    given = list(points())
+    for point, (visible, _, _) in zip(given, program.evaluate(given)):
+        assert visible == bool(eager(own_part, point, True))
+    # An axis of one may have any stride.
+    odd = torch.arange(6).as_strided((1, 4), (1, 1), 1)[0, 2]
+    [(visible, _, _)] = Program.of_mask(lambda b, h, q, k: odd == 3).evaluate(list(points(1)))
+    assert visible
+
+
 REFUSED = [
     (lambda b, h, q, k: q if q > k else k, "cannot branch on its arguments"),
     (lambda b, h, q, k: q > k and h > 1, "cannot branch"),
@@ -433,6 +486,8 @@ REFUSED = [
     (lambda b, h, q, k: draw(4, 65)[h].sum() > 0, "a row of 65 numbers .* 1 to 64 are computed"),
     (lambda b, h, q, k: (POINTS[q] + PLACES[k]).sum() > 0, "`add` of rows of 2 and 3 numbers"),
     (lambda b, h, q, k: torch.nn.functional.embedding(q, BUCKETS, 0)[h] > 0, "without padding_idx"),
+    (lambda b, h, q, k: (q - k).div_(2) > 0, "`div` in place gives f32 to i32"),
+    (lambda b, h, q, k: EDGES.add_(q)[0] > k, "`add` changes an array in place"),
     (7, "mask_mod is a function, a text or a Program, not 7"),
 ]
 

@@ -91,6 +91,12 @@ def four_axes():
     return transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL), batch
 
 
+def four_axes_behind_a_cap():
+    _, _, batch = four_axes()
+    own = dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16, sliding_window=32)
+    return transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SMALL, **own), batch
+
+
 def paligemma():
     config = transformers.PaliGemmaConfig(
         vision_config=dict(model_type="siglip_vision_model", projection_dim=64, **VISION),
@@ -127,7 +133,9 @@ def with_image(count, begin, suffix=None):
 
 
 @pytest.mark.parametrize(
-    "make", [t5, llama4, gpt_oss, four_axes, paligemma, gemma3], ids=lambda make: make.__name__
+    "make",
+    [t5, llama4, gpt_oss, four_axes, four_axes_behind_a_cap, paligemma, gemma3],
+    ids=lambda make: make.__name__,
 )
 def test_losses_gradients_and_tokens_are_those_of_eager(make):
     kind, config, batch = make()
