@@ -18,7 +18,7 @@ _empty = torch.empty
 def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, wants_lse=True, programs=None):
     """(out, lse); `out`: the tensor that out is written to; `division`: how the caller wants the work
     divided. Where LSE is not wanted it may be None. `programs`: as the extension module takes them."""
-    out, lse = new_results(q, v, extras, out, wants_lse, options.out_dtype)
+    out, lse = new_results(q, v, extras, options, out, wants_lse)
     others = (stream_of(q), allocator_of(q), plans, division, programs)
     _core.forward(q, k, v, out, lse, options, extras, *others)
     return out, lse
@@ -182,6 +182,6 @@ class CodesWithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise _core.UnsupportedError(
-            "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits to flash_attn_backward "
+            "k and v in codes: there are no gradients, give q, k and v of 16 bits to flash_attn_backward "
             "with this out and LSE, or call under torch.no_grad()"
         )

@@ -1,4 +1,4 @@
-//! K and V in 8 bits: the bits of O and LSE are those of the same kernel on the numbers that the codes stand
+//! K and V in codes: the bits of O and LSE are those of the same kernel on the numbers that the codes stand
 //! for, in every layout; an append quantises as the CPU does.
 
 use fa_attn::device::{BindOptions, DeviceExtras, DeviceForward, DeviceOutput, Gpu, Placement, shapes};
