@@ -269,8 +269,11 @@ fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<Located<'a, T>
     Ok((slice.slice(offset..), strides(layout)))
 }
 
-/// The bits of codes from the layout's first on, with their strides.
+/// The bytes of codes from the layout's first on, with their strides.
 fn codes<'a>((storage, layout): Given<'a>) -> Result<Located<'a, u8>> {
+    if matches!(storage.slice, CudaStorageSlice::U8(_)) {
+        return view::<u8>((storage, layout));
+    }
     let CudaStorageSlice::F8E4M3(slice) = &storage.slice else {
         return Err(unknown(storage.dtype()));
     };
