@@ -9,8 +9,8 @@ use crate::error::InputError;
 use crate::given::words;
 use crate::slices::{floats, slice_mut};
 
-/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes. `kind` is e4m3, int8, or int4,
-/// of which a byte holds two.
+/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes. `kind` is e4m3, int8, or
+/// int4, of which a byte holds two.
 #[pyfunction]
 pub(crate) fn encode(values: &Bound<'_, PyAny>, codes: &Bound<'_, PyAny>, kind: &str) -> PyResult<()> {
     let kind = kind.parse::<Dtype>().ok().and_then(Codes::of);

@@ -11,7 +11,10 @@ pub(crate) const CODES: DType = DType::F8E4M3;
 
 /// The codes that K and V of a type are; `None` for numbers.
 pub(crate) fn codes_of(dtype: DType) -> Option<Codes> {
-    [(CODES, Codes::E4m3), (DType::U8, Codes::Int4)].into_iter().find(|(own, _)| *own == dtype).map(|(_, codes)| codes)
+    [(CODES, Codes::E4m3), (DType::U8, Codes::Int4)]
+        .into_iter()
+        .find(|(own, _)| *own == dtype)
+        .map(|(_, codes)| codes)
 }
 
 /// The bits of codes from the layout's first on.

@@ -405,8 +405,8 @@ fn common_types(
             let need = match codes {
                 Some(_) => format!("k holds {of_k}: k and v must be of one type, dout of q's"),
                 None => format!(
-                    "q holds {first}, and all tensors must be of one type, but for k and v of F8_E4M3, I8, or U8 \
-                     (int4, two to a byte)"
+                    "q holds {first}, and all tensors must be of one type, but for k and v of F8_E4M3, I8, \
+                     or U8 (int4, two to a byte)"
                 ),
             };
             return wrong(name, got, need);

@@ -135,8 +135,8 @@ pub(crate) struct KvArgs {
     /// Element type of K and V where they are codes: e4m3, int8, int4 [default: that of --dtype]
     #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
     pub kv_dtype: Option<Codes>,
-    /// What shares a descale of K and V in codes, and of Q in e4m3: none, head, sequence_head, of K and V also
-    /// token_head [default: head]
+    /// What shares a descale of K and V in codes, and of Q in e4m3: none, head, sequence_head, of K and V
+    /// also token_head [default: head]
     #[arg(long, value_name = "FORM", value_parser = parse_descale)]
     pub kv_descale: Option<DescaleForm>,
     /// Element type of O where --dtype is e4m3: bf16, f16, f32 [default: bf16]

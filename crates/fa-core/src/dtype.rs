@@ -10,7 +10,8 @@ use crate::with_methods;
 
 /// Element type of an attention problem's tensors.
 ///
-/// Values of the types of 8 and 4 bits are codes times a descale: of K and V alone, or, in e4m3, of Q as well.
+/// Values of the types of 8 and 4 bits are codes times a descale: of K and V alone, or, in e4m3, of Q as
+/// well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -24,8 +25,8 @@ pub enum Dtype {
     E4m3,
     /// 8-bit signed integers of a quantised cache: a value is its code times a scale.
     Int8,
-    /// 4-bit signed integers of a quantised cache, two to a byte: the lower half has the first. Tensors of them
-    /// are tensors of bytes, whose rows have half as many elements as numbers.
+    /// 4-bit signed integers of a quantised cache, two to a byte: the lower half has the first. Tensors of
+    /// them are tensors of bytes, whose rows have half as many elements as numbers.
     Int4,
 }
 
@@ -169,8 +170,8 @@ impl Types {
         with_dkv(dkv: Dtype),
     }
 
-    /// Checks that something computes these types together: one type, or one and K and V in codes, or Q, K and
-    /// V in e4m3 and O in a wider type. Which types are computed is the question of each backend.
+    /// Checks that something computes these types together: one type, or one and K and V in codes, or Q, K
+    /// and V in e4m3 and O in a wider type. Which types are computed is the question of each backend.
     ///
     /// # Errors
     /// [`TypesError`] for the first that differs.
@@ -232,8 +233,8 @@ const MIXED: &str = "K and V have the type of Q, or are codes beside a wider Q (
                      them and leave kv_dtype out";
 const NO_GRADIENTS: &str = "K and V in codes have no gradients; dequantise them into Q's type and leave \
                             kv_dtype out";
-const INTEGER_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 or int4 for K and V \
-                         alone";
+const INTEGER_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 or int4 for K and \
+                         V alone";
 const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also \
                        f16 or f32)";
 const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the \

@@ -23,8 +23,8 @@ pub const fn q_shape(problem: &Problem) -> [usize; 4] {
 }
 
 /// Shape of K and dK, in elements of K's type: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]`
-/// packed, or `[pages, page, ..]`; with rows of [`Problem::head_dim_k`] where V has the other columns. Rows of
-/// int4 have `head_dim / 2` bytes.
+/// packed, or `[pages, page, ..]`; with rows of [`Problem::head_dim_k`] where V has the other columns. Rows
+/// of int4 have `head_dim / 2` bytes.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
     [batch, seqlen, problem.heads_kv, problem.types.kv.elements(problem.head_dim_k())]

@@ -45,8 +45,9 @@ impl Problem {
         self.check_codes_on_gpu()
     }
 
-    /// No program over codes, and of those of 4 bits rows in whole units of 16 bytes. Of an fp8 Q as well: head
-    /// dims in whole steps of its products, O in bf16, and descales that are the same for all keys of a head.
+    /// No program over codes, and of those of 4 bits rows in whole units of 16 bytes. Of an fp8 Q as well:
+    /// head dims in whole steps of its products, O in bf16, and descales that are the same for all keys of a
+    /// head.
     fn check_codes_on_gpu(&self) -> Result<(), Unserved> {
         let dtype = self.types.kv;
         let refuse = |what, value, need| Err(Unserved::Codes { dtype, what, value, need });

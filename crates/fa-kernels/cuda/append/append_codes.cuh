@@ -1,6 +1,6 @@
-// The append kernels of caches of codes, of 8 bits (e4m3, int8) or of 4 (int4): as append.cuh, and each new row of K and V is
-// multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of each row are computed
-// from the row, rotated, and stored too.
+// The append kernels of caches of codes, of 8 bits (e4m3, int8) or of 4 (int4): as append.cuh, and each new
+// row of K and V is multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of
+// each row are computed from the row, rotated, and stored too.
 #pragma once
 #include "append/append.cuh"
 #include "append/append_codes_params.cuh"
@@ -150,8 +150,8 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
 
 // The rows of K and V as codes, a warp a row and head; queries as in the other kernel.
 template <Dtype T, bool Int4>
-__device__ __forceinline__ void move_code_rows(const AppendCodesParams& params, const AppendRows& smem, int rows,
-                                          bool queries) {
+__device__ __forceinline__ void move_code_rows(const AppendCodesParams& params, const AppendRows& smem,
+                                               int rows, bool queries) {
     if (queries) return move_rows<T>(static_cast<const AppendParams&>(params), smem, rows, true);
     const int warp = thread_index() / 32, warps = cta_threads() / 32, heads = params.heads_kv;
     for (int i = warp; i < rows * heads * 2; i += warps) {
@@ -159,11 +159,11 @@ __device__ __forceinline__ void move_code_rows(const AppendCodesParams& params, 
         if (row.position < 0) continue;
         const int head = i / 2 % heads;
         if (i % 2 == 0) {
-            quantise_row<T, Int4>(params, row, head, params.k_new, params.k_cache, params.codes.k, params.head_dim,
-                            params.rotary_dim);
+            quantise_row<T, Int4>(params, row, head, params.k_new, params.k_cache, params.codes.k,
+                                  params.head_dim, params.rotary_dim);
         } else {
             quantise_row<T, Int4>(params, row, head, params.v_new, params.v_cache, params.codes.v,
-                            params.head_dim_v, 0);
+                                  params.head_dim_v, 0);
         }
     }
 }

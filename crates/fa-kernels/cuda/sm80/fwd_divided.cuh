@@ -28,7 +28,7 @@ template <Sm80FwdConfig C>
 struct DividedTraits {
     static constexpr bool kCodes = is_code(C.kv_dtype);
     static constexpr int kBytes = kCodes ? 1 : 2;            // of an element of K or V
-    enum : bool { kInt4 = C.kv_dtype == Dtype::Int4 };              // elements are of two codes
+    enum : bool { kInt4 = C.kv_dtype == Dtype::Int4 };       // elements are of two codes
     static constexpr int kKeys = C.tile_n / C.num_warps;     // of a warp in a step
     static constexpr int kRowBlocks = C.tile_m / 16;         // m16 fragments, which every warp has
     static constexpr int kOutputBlocks = C.head_dim_v / 16;  // k16 blocks of O

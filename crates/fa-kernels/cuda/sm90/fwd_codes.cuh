@@ -1,5 +1,5 @@
-// The producer of the SM90 forward for a cache of codes: two warps copy the codes of K, and two those of V, by
-// cp.async to stages of their own, and convert them into the tiles that TMA would write.
+// The producer of the SM90 forward for a cache of codes: two warps copy the codes of K, and two those of V,
+// by cp.async to stages of their own, and convert them into the tiles that TMA would write.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/code_rows.cuh"

@@ -163,8 +163,8 @@ __device__ __forceinline__ void scale_values(Vec16& values, float factor) {
 __device__ constexpr u32 kNowhere = ~0u;
 
 // Copies and converts `Rows` rows of a Tile, whose codes are `PerByte` in a byte, by `Threads` threads. Each
-// thread converts the 16 bytes that it has copied itself; as many neighbouring lanes as a panel has units copy
-// those of a row. A stage of shared memory has [panel][row][lane] units.
+// thread converts the 16 bytes that it has copied itself; as many neighbouring lanes as a panel has units
+// copy those of a row. A stage of shared memory has [panel][row][lane] units.
 template <class Tile, int Rows, int Threads, int PerByte = 1>
 struct CodeTile {
     enum { kNumbers = 16 * PerByte };  // in a unit

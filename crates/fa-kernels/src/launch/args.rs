@@ -324,8 +324,8 @@ impl Shape {
         Ok(())
     }
 
-    /// Checks that kernels can count the bytes of the rows of a cache of codes from its first: units of 16, in 32
-    /// bits. The strides have been checked.
+    /// Checks that kernels can count the bytes of the rows of a cache of codes from its first: units of 16,
+    /// in 32 bits. The strides have been checked.
     pub(crate) fn check_reach(&self, strides: &Strides) -> Result<(), Error> {
         if self.step != CODE_STEP {
             return Ok(());

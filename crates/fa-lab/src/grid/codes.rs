@@ -1,4 +1,5 @@
-//! K and V in codes beside a Q of 16 bits: decoding from pages, splits, chunks, prefill, descales of every form.
+//! K and V in codes beside a Q of 16 bits: decoding from pages, splits, chunks, prefill, descales of every
+//! form.
 
 use fa_core::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 

@@ -34,7 +34,8 @@ const PAGES: u32 = 20;
 /// - `q` `[tile_m, hd]` T;
 /// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T;
 /// - where K and V are codes, before these `k_codes` `[stages][tile_n, hd]`, `v_codes`
-///   `[stages][tile_n, hdv]`, of int4 half as many bytes, and `descales` `[stages][2][tile_n]` f32; `k` and `v` then have one stage.
+///   `[stages][tile_n, hdv]`, of int4 half as many bytes, and `descales` `[stages][2][tile_n]` f32; `k` and
+///   `v` then have one stage.
 ///
 /// The epilogue uses none: O goes from registers to global memory. With Q in registers, `q` overlays the end
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
