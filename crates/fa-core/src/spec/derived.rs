@@ -20,8 +20,8 @@ pub struct BackwardTraits {
     pub dq_semaphores: usize,
 }
 
-/// Bytes of codes that an SM has room for in flight, but for the limits on their stages.
-const CODE_BYTES: u32 = 64 << 10;
+/// Codes that an SM has room for in flight, but for the limits on their stages; of 8 bits as many bytes.
+const CODES_IN_FLIGHT: u32 = 64 << 10;
 
 /// Registers per thread for a soft cap's two ways beside S, P and O: by consumer warpgroups (one or two, or
 /// three), fewer with lengths on the device.
@@ -79,9 +79,8 @@ impl Sm90Fwd {
     /// Stages of the codes of K and V: as many as keep an SM's share of the device memory's
     /// bandwidth busy while others are converted; 0 for other types.
     pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
-        let numbers = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
-        let step = spec.types.kv.elements(numbers as usize) as u32;
-        if spec.reads_codes() { (CODE_BYTES / step.max(1)).clamp(2, 4) } else { 0 }
+        let step = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
+        if spec.reads_codes() { (CODES_IN_FLIGHT / step.max(1)).clamp(2, 4) } else { 0 }
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {

@@ -14,20 +14,21 @@
 namespace fa {
 
 // The largest numbers of e4m3, int8 and int4 codes.
-__device__ constexpr float kLargestE4m3 = 448.f, kLargestInt8 = 127.f, kLargestInt4 = 7.f;
+__device__ constexpr float kLargestE4m3 = 448.f, kLargestInt8 = 127.f;
+enum { kLargestInt4 = 7 };
 
-// Adding it leaves the nearest integer in the low mantissa bits.
-__device__ constexpr float kRound = 12582912.f;
+// The nearest integer, ties to even, in the low mantissa bits.
+__device__ __forceinline__ u32 nearest(float x) { return bits_of_float(x + 12582912.f); }
 
 // The nearest code, ties to even, saturating; NaN gives NaN, of int8 0.
 __device__ __forceinline__ u32 encode(float x, bool is_int8) {
     const bool nan = x != x;
     if (is_int8) {
         const float clamped = fminf(fmaxf(x, -kLargestInt8), kLargestInt8);
-        return nan ? 0 : bits_of_float(clamped + kRound) & 0xff;
+        return nan ? 0 : nearest(clamped) & 0xff;
     }
     const float size = fminf(fabsf(x), kLargestE4m3);
-    u32 code = bits_of_float(multiply_rounded(size, 512.f) + kRound) & 0xff;  // below 2^-6: steps of 2^-9
+    u32 code = nearest(multiply_rounded(size, 512.f)) & 0xff;  // below 2^-6: steps of 2^-9
     if (size >= 0.015625f) {
         const u32 bits = bits_of_float(size);
         code = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
@@ -37,8 +38,8 @@ __device__ __forceinline__ u32 encode(float x, bool is_int8) {
 
 // The nearest int4 code, ties to even, saturating; 0 for NaN.
 __device__ __forceinline__ u32 encode_int4(float x) {
-    const float clamped = fminf(fmaxf(x, -kLargestInt4), kLargestInt4);
-    return x != x ? 0 : bits_of_float(clamped + kRound) & 0xf;
+    constexpr float kMost = kLargestInt4;
+    return x != x ? 0 : nearest(fminf(fmaxf(x, -kMost), kMost)) & 0xf;
 }
 
 // What a row is multiplied by.
@@ -127,7 +128,7 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
         float amax = 0.f;
         for (int item = lane; item < items; item += 32)
             move_item<T>(params, from, Amax<T>{amax}, item, row.position, turned);
-        const float largest = Int4 ? kLargestInt4 : params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
+        const float largest = Int4 ? float(kLargestInt4) : params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
         descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
         if (lane == 0)
             descales.of_rows[(i64(row.block) * params.codes.block_rows + row.to) * params.heads_kv + head] =

@@ -230,9 +230,9 @@ struct CodeTile {
     __device__ __forceinline__ static u32 convert_units(const u8* stage, u8* tile, int thread,
                                                         const float* factors) {
         const int column = thread % kLanes * kNumbers;
-        u32 first[2 * PerByte];
-#pragma unroll
-        for (int i = 0; i < 2 * PerByte; ++i) first[i] = Tile::offset(thread / kLanes, column + 8 * i);
+        // Of 32 numbers the last two chunks lie as the first two, by a swizzle that leaves their distance.
+        const u32 first[2] = {Tile::offset(thread / kLanes, column),
+                              Tile::offset(thread / kLanes, column + 8)};
         u32 nan = 0;
 #pragma unroll AtOnce
         for (int sweep = 0; sweep < kSweeps; ++sweep) {
@@ -245,7 +245,8 @@ struct CodeTile {
 #pragma unroll
                 for (int i = 0; i < 2 * PerByte; ++i) {
                     if constexpr (Scales) scale_values<T>(values[i], factors[row(thread, sweep)]);
-                    *reinterpret_cast<Vec16*>(tile + first[i] + sweep * kSweep * Tile::kRowBytes +
+                    *reinterpret_cast<Vec16*>(tile + (first[i % 2] ^ i / 2 * 32) +
+                                              sweep * kSweep * Tile::kRowBytes +
                                               Tile::panel_offset(panel * kPanel)) = values[i];
                 }
             }
