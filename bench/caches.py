@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3 and int8, and
-of DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
+"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3, int8 and
+int4 (with a descale for each row and head), and of DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
 
     python bench/caches.py [cpu|cuda] [--batch N] [--keys N] [--steps N] [--layers N]
 
@@ -39,8 +39,9 @@ class Llama:
         return {"qkv": new(self.hidden, (self.heads + 2 * self.heads_kv) * self.dim)}
 
     def bytes_of(self, cache):
-        element = 2 if cache == "bf16" else 1
-        return 2 * self.heads_kv * self.dim * element
+        # Of int4 with the descales of each row.
+        row = {"bf16": 2 * self.dim, "int4": self.dim // 2 + 4}.get(cache, self.dim)
+        return 2 * self.heads_kv * row
 
     def filled(self, cache, layers, batch, keys, device):
         return Pages(self, cache, layers, batch, keys, device)
@@ -94,8 +95,10 @@ class Pages:
             both = [torch.randn(shape, device=device, dtype=BF16) for _ in range(2)]
             descales = {}
             if cache != "bf16":
-                both, own = zip(*(fa_attn.quantize_kv(x, cache) for x in both))
+                per = "token_head" if cache == "int4" else "head"
+                both, own = zip(*(fa_attn.quantize_kv(x, cache, per) for x in both))
                 descales = dict(zip(("k_descale", "v_descale"), own))
+                descales["kv_cache_dtype"] = "int4" if cache == "int4" else None
             self.layers.append((*both, descales))
         angles = angles_of(torch.arange(keys, device=device), sizes.dim, device)
         self.turns = dict(rotary_cos=angles.cos().to(BF16), rotary_sin=angles.sin().to(BF16))
@@ -241,7 +244,7 @@ def main():
     print(f"{name}: {batch} sequences of {keys} keys, {layers} layers, {steps} steps, the median\n")
     print("| decoder | cache | bytes of a token and layer | tokens per second | of bf16 | ms of a step | attention |")
     print("|---|---|---|---|---|---|---|")
-    for sizes, caches in ((Llama(small), ("bf16", "e4m3", "int8")), (Latents(small), ("bf16",))):
+    for sizes, caches in ((Llama(small), ("bf16", "e4m3", "int8", "int4")), (Latents(small), ("bf16",))):
         decoder, first, without = Decoder(sizes, layers, given.device), None, 0.0
         for cache in caches:
             # Steps beside those that are measured: two, and one on a GPU.

@@ -55,7 +55,7 @@ class Arrays(Latents):
         # Rows that belong to no sequence are 0.
         make = lib.empty if extras is None else lib.zeros
         lse = lib.floats(_lse_shape(q), q)
-        shape = (*q.shape[:-1], *v.shape[-1:])
+        shape = _out_shape(q, v, options)
         if out is None:
             out = make(shape, q, self._type_of(q, options))
         else:
@@ -152,7 +152,7 @@ class Arrays(Latents):
         return self.library.np.dtype("float32" if is_wide else importlib.import_module("ml_dtypes").bfloat16)
 
     def _check_out(self, out, q, k, v, options, extras):
-        check_out(out, (*q.shape[:-1], *v.shape[-1:]), self._type_of(q, options))
+        check_out(out, _out_shape(q, v, options), self._type_of(q, options))
         check_no_overlap(out, q, k, v, extras, self.library.overlap)
 
     def check(self, q, k, v, options, extras, out):
@@ -234,6 +234,7 @@ class Arrays(Latents):
             append.max_q,
             after,
             *own,
+            append.options.kv_dtype,
             lib.stream(q),
         )
         for x, made in zip(descales, own):
@@ -390,6 +391,10 @@ def mapped(function, values):
     """A tuple of the function's results, a named one by the same names."""
     made = map(function, values)
     return type(values)(*made) if hasattr(values, "_fields") else tuple(made)
+
+
+def _out_shape(q, v, options):
+    return (*q.shape[:-1], *(columns * options.per_element for columns in v.shape[-1:]))
 
 
 def _lse_shape(q):

@@ -1,7 +1,7 @@
-"""K and V in 8 bits, and Q beside them: which arrays hold codes, the forms of descales, and the quantisers.
+"""K and V in codes, and Q beside them: which arrays hold codes, the forms of descales, and the quantisers.
 
-A value is its code (an e4m3 number, or an integer) times a descale: `k_descale` and `v_descale`, float32, of
-the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of
+A value is its code (an e4m3 number, or an integer of 8 bits or 4) times a descale: `k_descale` and
+`v_descale`, float32, of the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of
 each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
 is the batch, else (total_k, heads_kv). Where q holds e4m3 codes as well, `q_descale` is of the same shapes but
 those of rows, per K/V head, and out is of 16 bits.
@@ -27,13 +27,14 @@ _ASKED = {
     "int8": "int8",
     "int8_per_token_head": "int8",
     "float8_e4m3fn": "e4m3",
+    "int4": "int4",
 }
 # Types without codes, which say what the arrays do.
 _NUMBERS = ("float16", "bfloat16", "float32")
 # Codes by the types of arrays.
 _HELD = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 # The largest number of each.
-_LARGEST = {"e4m3": 448.0, "int8": 127.0}
+_LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
@@ -52,8 +53,7 @@ def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
             raise InputError(f"{name} holds {_type_of(x)}: it must be float32, convert it once")
         if appends and name != "q_descale":
             raise UnsupportedError(
-                f"{name} = {short(x)}: what joins a cache without codes of 8 bits has no descale, leave it "
-                "out"
+                f"{name} = {short(x)}: what joins a cache without codes has no descale, leave it out"
             )
         if not face.codes.are_descales(x):
             raise InputError(f"{name} = {short(x)}: a descale is a finite number of 0 or more")
@@ -94,7 +94,7 @@ def _type_of(x):
 
 
 def holds_codes(x):
-    """Whether an array's elements may be codes: of 8 bits."""
+    """Whether an array's elements may be codes: of one byte."""
     held = _type_of(x)
     return held in ("uint8", "int8") or held.startswith("float8")
 
@@ -105,6 +105,11 @@ def asked_codes(cache_dtype, k):
         return None
     # A type's name, too.
     name = str(cache_dtype).rpartition(".")[2]
+    if name == "int4_per_token_head":
+        raise UnsupportedError(
+            "kv_cache_dtype = 'int4_per_token_head': vLLM's codes of turned rows have zero points, within "
+            "their scales; codes of quantize_kv(x, 'int4', 'token_head'), which have none, are 'int4'"
+        )
     if name not in _ASKED:
         if name in _NUMBERS and name == _type_of(k):
             return None
@@ -118,14 +123,16 @@ def _codes_of(name, x, asked):
     """The codes that an array holds; None for numbers."""
     held = _type_of(x)
     if held == "uint8":
-        if asked == "e4m3":
+        if asked in ("e4m3", "int4"):
             return asked
         raise UnsupportedError(
             f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it "
-            "as float8_e4m3fn"
+            "as float8_e4m3fn; where they are two codes of int4 each give kv_cache_dtype='int4'"
         )
     if held.startswith("float8") and held not in _HELD:
-        raise UnsupportedError(f"{name} holds {held}: K and V of 8 bits are float8_e4m3fn or int8")
+        raise UnsupportedError(
+            f"{name} holds {held}: K and V in codes are float8_e4m3fn, int8, or uint8 with kv_cache_dtype"
+        )
     own = _HELD.get(held)
     if asked is not None and own != asked:
         raise InputError(f"{name} holds {held} and kv_cache_dtype says {asked}: give one of them")
@@ -137,7 +144,7 @@ def no_codes(name, options):
     for given in ("kv_cache_dtype", *DESCALES):
         value = options.get(given)
         if value is not None and not (isinstance(value, str) and value == "auto"):
-            raise UnsupportedError(f"{given}: {name} holds no codes of 8 bits, leave it out")
+            raise UnsupportedError(f"{given}: {name} holds no codes, leave it out")
 
 
 def coded(
@@ -168,6 +175,8 @@ def coded(
     if is_fp8:
         if held == "int8":
             raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")
+        if asked == "int4":
+            raise UnsupportedError(f"q holds {held}: beside k and v in int4 it is of 16 bits, or float32")
         if not codes == other == _codes_of("q", q, asked):
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
@@ -210,7 +219,8 @@ def joining(q, k, v, descales, numbers):
         x = array(name, rows[at])
         if not holds_codes(x):
             continue
-        held, kinds = _type_of(x), {"e4m3": ("float8_e4m3fn", "uint8"), "int8": ("int8",)}
+        held = _type_of(x)
+        kinds = {"e4m3": ("float8_e4m3fn", "uint8"), "int8": ("int8",), "int4": ("uint8",)}
         if held not in kinds[numbers.kv_dtype]:
             need = f"codes of {kinds[numbers.kv_dtype][0]}, or values of 16 bits"
             raise InputError(f"{name} holds {held} and {name}_cache codes of {numbers.kv_dtype}: give {need}")
@@ -219,10 +229,11 @@ def joining(q, k, v, descales, numbers):
                 f"{name} holds codes, and {name}_descale is written with each row: give {name} in 16 bits"
             )
         of_library = face_of(x).codes
-        rows[at] = of_library.decoded(x, None, of_library.WIDE if holds_codes(q) else q.dtype)
+        wide = of_library.WIDE if holds_codes(q) else q.dtype
+        rows[at] = of_library.decoded(x, None, wide, numbers.kv_dtype)
         descales[at] = None
     if holds_codes(q):
-        q = face_of(q).codes.decoded(q, None, rows[0].dtype)
+        q = face_of(q).codes.decoded(q, None, rows[0].dtype, "e4m3")
     return (q, *rows, descales)
 
 
@@ -271,24 +282,27 @@ def is_per_row(x):
 
 def quantize_kv(
     x: A,
-    dtype: Literal["e4m3", "int8"] = "e4m3",
+    dtype: Literal["e4m3", "int8", "int4"] = "e4m3",
     per: Literal["tensor", "head", "sequence_head", "token_head"] = "head",
     descale: Optional[Array] = None,
 ) -> Tuple[Any, Any]:
     """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim),
     or in pages (pages, page, heads, head_dim).
 
-    `per`: which values share a descale, amax / 448 of e4m3 and amax / 127 of int8 (at least the smallest
-    normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to
-    use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded
-    to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
-    float8_e4m3fn or int8 for torch and jax, else numpy's uint8 (the bits of e4m3; give the functions
-    kv_cache_dtype='fp8_e4m3') or int8.
+    `per`: which values share a descale, amax / 448 of e4m3, amax / 127 of int8 and amax / 7 of int4 (at least
+    the smallest normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`:
+    descales to use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped
+    and rounded to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in
+    integers. Codes are float8_e4m3fn or int8 for torch and jax, else numpy's uint8 (the bits of e4m3; give the
+    functions kv_cache_dtype='fp8_e4m3') or int8; of int4 uint8 with half as many columns, two codes to a byte,
+    the first in the lower half (give the functions kv_cache_dtype='int4').
     """
     codes = one_of("dtype", dtype, tuple(_LARGEST))
     rows = len(array("x", x).shape)
     if rows not in (3, 4):
         raise InputError(f"x has the shape {tuple(x.shape)}: it must have 3 or 4 axes")
+    if codes == "int4" and x.shape[-1] % 2:
+        raise InputError(f"x has rows of {x.shape[-1]} columns: a byte holds two codes of int4, pad with zeros")
     one_of("per", per, _PER)
     if per == "sequence_head" and rows == 3:
         raise InputError("per = 'sequence_head': packed rows do not say of which sequence they are")
@@ -304,10 +318,23 @@ def quantize_kv(
     return face_of(x).codes.quantized(x, codes, _LARGEST[codes], axes, descale)
 
 
-def dequantize_kv(codes: A, descale: Optional[Array] = None, dtype: Any = None) -> Any:
-    """The values of codes as `quantize_kv` gives them: float32, or of `dtype`. uint8 is read as e4m3."""
-    array("codes", codes)
-    return face_of(codes).codes.decoded(codes, descale, dtype)
+def dequantize_kv(
+    codes: A,
+    descale: Optional[Array] = None,
+    dtype: Any = None,
+    kv_dtype: Literal["e4m3", "int8", "int4", None] = None,
+) -> Any:
+    """The values of codes as `quantize_kv` gives them: float32, or of `dtype`. uint8 is read as e4m3, or with
+    kv_dtype='int4' as two codes to a byte."""
+    held = _type_of(array("codes", codes))
+    known = ("e4m3", "int4") if held == "uint8" else (_HELD.get(held),)
+    if None in known:
+        need = "uint8 (the bits of e4m3, or two codes of int4), float8_e4m3fn or int8"
+        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
+    kind = known[0] if kv_dtype is None else one_of("kv_dtype", kv_dtype, tuple(_LARGEST))
+    if kind not in known:
+        raise InputError(f"codes holds {codes.dtype} and kv_dtype is {kind!r}: give one of {known}")
+    return face_of(codes).codes.decoded(codes, descale, dtype, kind)
 
 
 def broadcast_shape(descale, codes):

@@ -9,7 +9,6 @@ from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = jnp.float16
-_TYPES = {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 def quantized(x, codes, largest, axes, descale):
@@ -25,9 +24,12 @@ def quantized(x, codes, largest, axes, descale):
     factor = _beside(descale, values)
     inverse = jnp.clip(1.0 / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     values = jnp.clip(values * jnp.where(factor == 0, 0.0, inverse), -largest, largest)
-    if codes == "int8":
-        values = jnp.round(jnp.where(jnp.isnan(values), 0.0, values))
-    return values.astype(_TYPES[codes]), descale
+    if codes == "e4m3":
+        return values.astype(jnp.float8_e4m3fn), descale
+    values = jnp.round(jnp.where(jnp.isnan(values), 0.0, values)).astype(jnp.int8)
+    if codes == "int4":
+        values = (values[..., ::2] & 15 | values[..., 1::2] << 4).view(jnp.uint8)
+    return values, descale
 
 
 def _beside(descale, x):
@@ -36,12 +38,13 @@ def _beside(descale, x):
     return jnp.asarray(descale, jnp.float32).reshape((1,) * (x.ndim - len(shape)) + tuple(shape))
 
 
-def decoded(codes, descale, dtype):
+def decoded(codes, descale, dtype, kind):
     codes = jnp.asarray(codes)
-    if codes.dtype not in (jnp.uint8, *_TYPES.values()):
-        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
-        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
-    codes = codes.view(jnp.float8_e4m3fn) if codes.dtype == jnp.uint8 else codes
+    if kind == "int4":
+        upper = codes.view(jnp.int8)
+        codes = jnp.stack((upper << 4, upper), -1).reshape(*codes.shape[:-1], -1) >> 4
+    elif codes.dtype == jnp.uint8:
+        codes = codes.view(jnp.float8_e4m3fn)
     values = codes.astype(jnp.float32)
     if descale is not None:
         values = values * _beside(descale, codes)

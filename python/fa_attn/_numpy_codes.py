@@ -29,7 +29,9 @@ def quantized(x, codes, largest, axes, descale):
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = np.clip(np.float32(1) / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT, dtype=np.float32)
         scaled = np.ascontiguousarray(values * np.where(factor == 0, np.float32(0), inverse))
-    made = np.empty(values.shape, np.int8 if codes == "int8" else np.uint8)
+    *rows, columns = values.shape
+    columns = columns // 2 if codes == "int4" else columns
+    made = np.empty((*rows, columns), np.int8 if codes == "int8" else np.uint8)
     _core.encode(scaled, made, codes)
     return made, descale
 
@@ -44,13 +46,12 @@ _MAGNITUDES = np.where(
 E4M3 = np.where(_BITS & 0x7F == 0x7F, np.nan, np.where(_BITS < 128, 1, -1) * _MAGNITUDES).astype(np.float32)
 
 
-def decoded(codes, descale, dtype):
+def decoded(codes, descale, dtype, kind):
     codes = np.asarray(codes)
-    if codes.dtype.name not in ("uint8", "int8", "float8_e4m3fn"):
-        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
-        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
-    is_int8 = codes.dtype == np.int8
-    values = codes.astype(np.float32) if is_int8 else E4M3[codes.view(np.uint8)]
+    if kind == "int4":
+        upper = codes.view(np.int8)
+        codes = np.stack((upper << 4, upper), -1).reshape(*codes.shape[:-1], -1) >> 4
+    values = E4M3[codes.view(np.uint8)] if kind == "e4m3" else codes.astype(np.float32)
     if descale is not None:
         values = values * _floats("descale", descale).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.astype(dtype)

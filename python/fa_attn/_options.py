@@ -269,12 +269,12 @@ def on_values(face, q, v, options, numbers):
                 f"{factor} with {name} and {factor[0]} of 16 bits: leave it out, or multiply by it beforehand"
             )
     of_one_library(name, array(name, qv), q, face)
-    shape, need = tuple(qv.shape), (*q.shape[:-1], v.shape[-1])
+    shape, need = tuple(qv.shape), (*q.shape[:-1], v.shape[-1] * numbers.per_element)
     if len(shape) != len(need) or any(map(surely, map(ne, shape, need))):
         raise InputError(f"{name} has the shape {shape}: it must be {need}, q's rows of v's columns")
     if qv.dtype != q.dtype and not face.is_cast(q, qv):
         raise InputError(f"{name} holds {qv.dtype} and q {q.dtype}: they must be of one type")
-    scale = (q.shape[-1] + v.shape[-1]) ** -0.5 if numbers.scale is None else numbers.scale
+    scale = (q.shape[-1] + need[-1]) ** -0.5 if numbers.scale is None else numbers.scale
     return face.side_by_side(qv, q), numbers._replace(scale=scale, latent=True)
 
 
@@ -360,6 +360,11 @@ class CallOptions(NamedTuple):
     @property
     def has_mask(self):
         return self.causal or self.window != (-1, -1)
+
+    @property
+    def per_element(self):
+        """Numbers in an element of k and v: codes of int4 are two to a byte."""
+        return 2 if self.kv_dtype == "int4" else 1
 
 
 def call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset=None):

@@ -41,7 +41,7 @@ class SchedulerMetadata:
             and self.num_heads_q == heads_q
             and self.num_heads_kv == k_cache.shape[-2]
             and self.headdim == headdim
-            and self.headdim_v == v_cache.shape[-1]
+            and self.headdim_v == v_cache.shape[-1] * numbers.per_element
             and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
             and (self.page_size is None or (is_paged and self.page_size == k_cache.shape[1]))
             and self.causal is numbers.causal
@@ -58,7 +58,7 @@ class SchedulerMetadata:
             "num_heads_q": q.shape[-2],
             "num_heads_kv": k_cache.shape[-2],
             "headdim": q.shape[-1],
-            "headdim_v": v_cache.shape[-1],
+            "headdim_v": v_cache.shape[-1] * numbers.per_element,
             "qkv_dtype": q.dtype,
             "page_size": k_cache.shape[1] if is_paged else None,
             "causal": numbers.causal,

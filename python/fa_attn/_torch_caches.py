@@ -30,6 +30,7 @@ def append(append):
     arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.options.causal)
     arguments += a.options.window
     arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q, a.k_descale, a.v_descale)
+    arguments += (a.options.kv_dtype,)
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
         check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
         named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)
@@ -76,12 +77,13 @@ def run_append(
     max_q,
     k_descale=None,
     v_descale=None,
+    kv_dtype=None,
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
     step = row_step(k_cache)
     if k_cache.is_cuda and (k_cache.shape[-1] % step or v_cache.shape[-1] % step):
         mask = (interleaved, causal, left, right)
-        rows = (cu_new, max_new, used_k, page_table, cu_q, max_q, k_descale, v_descale)
+        rows = (cu_new, max_new, used_k, page_table, cu_q, max_q, k_descale, v_descale, kv_dtype)
         return append_padded(k, v, k_cache, v_cache, q, cos, sin, *mask, *rows)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
     used_k, page_table, cu_new, cu_q = (
@@ -117,6 +119,7 @@ def run_append(
         max_q,
         after,
         *own,
+        kv_dtype,
         stream_of(q),
     )
     for x, made in zip(descales, own):
@@ -137,10 +140,13 @@ def append_padded(k, v, k_cache, v_cache, q, *others):
     step, dim, dim_v = row_step(k_cache), k_cache.shape[-1], v_cache.shape[-1]
     columns, columns_v = -(-dim // step) * step, -(-dim_v // step) * step
     k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
-    rotated, after = run_append(pad(k, columns), pad(v, columns_v), k_copy, v_copy, pad(q, columns), *others)
+    # Numbers in an element of the caches.
+    per = 2 if others[-1] == "int4" else 1
+    rows = (pad(k, columns * per), pad(v, columns_v * per), k_copy, v_copy, pad(q, columns * per))
+    rotated, after = run_append(*rows, *others)
     k_cache.detach().copy_(k_copy[..., :dim])
     v_cache.detach().copy_(v_copy[..., :dim_v])
-    return (rotated[..., :dim].contiguous() if rotated.dim() > 1 else rotated), after
+    return (rotated[..., : dim * per].contiguous() if rotated.dim() > 1 else rotated), after
 
 
 def merge(outs, lses, sinks, dtype):

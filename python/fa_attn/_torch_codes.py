@@ -10,7 +10,6 @@ from ._torch_memory import FLOAT, PLAIN, check_tensor, is_compiling, is_recorded
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = torch.float16
-_TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def quantized(x, codes, largest, axes, descale):
@@ -28,17 +27,21 @@ def quantized(x, codes, largest, axes, descale):
     factor = descale.detach().to(FLOAT).reshape(broadcast_shape(descale, x))
     factor = torch.where(factor == 0, 0.0, (1.0 / factor).clamp(-_LARGEST_FLOAT, _LARGEST_FLOAT))
     values = (values * factor).clamp(-largest, largest)
-    if codes == "int8":
-        values = values.nan_to_num(0.0).round()
-    return values.to(_TYPES[codes]), descale
+    if codes == "e4m3":
+        return values.to(torch.float8_e4m3fn), descale
+    values = values.nan_to_num(0.0).round().to(torch.int8)
+    if codes == "int4":
+        values = (values[..., ::2] & 15 | values[..., 1::2] << 4).view(torch.uint8)
+    return values, descale
 
 
-def decoded(codes, descale, dtype):
+def decoded(codes, descale, dtype, kind):
     check_tensor("codes", codes)
-    if codes.dtype not in (torch.uint8, *_TYPES.values()):
-        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
-        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
-    codes = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
+    if kind == "int4":
+        upper = codes.view(torch.int8)
+        codes = torch.stack((upper << 4, upper), -1).flatten(-2) >> 4
+    elif codes.dtype is torch.uint8:
+        codes = codes.view(torch.float8_e4m3fn)
     values = codes.to(FLOAT)
     if descale is not None:
         check_tensor("descale", descale)

@@ -9,6 +9,7 @@ from operator import mul
 import torch
 
 from ._options import Extras
+from ._torch_schemas import extras_of, options_of
 
 _is_told = False
 
@@ -34,8 +35,9 @@ def count_operations():
 
 
 def _forward(q, k, v, *others, out_val=None):
-    pairs = _pairs(q, k, Extras(*others[: len(Extras._fields)]))
-    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+    extras, others = extras_of(others)
+    columns_v = v.shape[-1] * options_of(others)[0].per_element
+    return 2 * _pairs(q, k, extras) * (q.shape[-1] + columns_v)
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *others, out_val=None):

@@ -49,8 +49,8 @@ def lse_shape(q):
     return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
-def out_shape(q, v):
-    return (*q.shape[:-1], v.shape[-1])
+def out_shape(q, v, per_element=1):
+    return (*q.shape[:-1], v.shape[-1] * per_element)
 
 
 def out_type(q, out_dtype):
@@ -58,21 +58,22 @@ def out_type(q, out_dtype):
     return q.dtype if out_dtype is None else torch.bfloat16
 
 
-def new_results(q, v, has_gaps, out=None, wants_lse=True, out_dtype=None):
+def new_results(q, v, has_gaps, options, out=None, wants_lse=True):
     """Tensors for out and LSE. `has_gaps`: whether there may be rows that belong to no sequence and are 0: on
     the CPU, and where queries are used in part. An `out` of the caller's is left unchanged. On a GPU an LSE
     that nobody wants is None."""
+    out_dtype, shape = options.out_dtype, out_shape(q, v, options.per_element)
     if has_gaps:
         if q.is_quantized:
             check_tensor("q", q)
         dtype = out_type(q, out_dtype)
-        out = torch.zeros(out_shape(q, v), dtype=dtype, device=q.device) if out is None else out
+        out = torch.zeros(shape, dtype=dtype, device=q.device) if out is None else out
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
     if out is None:
-        if q.shape[-1] == v.shape[-1] and out_dtype is None:
+        if q.shape[-1] == shape[-1] and out_dtype is None:
             out = _empty_like(q, memory_format=_CONTIGUOUS)
         else:
-            out = q.new_empty(out_shape(q, v), dtype=out_type(q, out_dtype))
+            out = q.new_empty(shape, dtype=out_type(q, out_dtype))
     # A tensor takes more of the host's time than all checks of a call.
     return out, None if not wants_lse and q.is_cuda else q.new_empty(lse_shape(q), dtype=FLOAT)
 
@@ -136,17 +137,17 @@ def row_step(k):
     return 8 if k.element_size() > 1 else 16
 
 
-def are_whole_rows(k, head_dim, head_dim_v):
-    step = row_step(k)
+def are_whole_rows(k, head_dim, head_dim_v, per_element=1):
+    step = row_step(k) * per_element
     return not (head_dim % step or head_dim_v % step)
 
 
 def on_whole_rows(q, k, v, options):
     """(q, k, v, options) with the columns of rows rounded up by zeros, as FlashAttention pads them, and the
     scale that the call had. Of latent keys both parts are rounded up."""
-    step, columns_v = row_step(k), v.shape[-1]
+    step, columns_v = row_step(k), v.shape[-1] * options.per_element
 
-    def whole(x):
+    def whole(x, step=step * options.per_element):
         return pad(x, -(-x.shape[-1] // step) * step)
 
     if options.scale is None:
@@ -155,7 +156,7 @@ def on_whole_rows(q, k, v, options):
         q = torch.cat([whole(q[..., :columns_v]), whole(q[..., columns_v:])], -1)
     else:
         q = whole(q)
-    return q, whole(k), whole(v), options
+    return q, whole(k, step), whole(v, step), options
 
 
 def is_recorded():

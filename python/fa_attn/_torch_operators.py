@@ -52,7 +52,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
     options = options_of(extras_of(arguments)[1])[0]
-    out = q.new_empty(out_shape(q, v), dtype=out_type(q, options.out_dtype))
+    out = q.new_empty(out_shape(q, v, options.per_element), dtype=out_type(q, options.out_dtype))
     return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
@@ -200,7 +200,7 @@ _append_operator = torch.library.custom_op(
         "Tensor? cu_new, SymInt max_new",
         tensors("seqused_k", "page_table?", "cu_seqlens_q?"),
         "SymInt max_seqlen_q",
-        "Tensor(c!)? k_descale, Tensor(d!)? v_descale",
+        "Tensor(c!)? k_descale, Tensor(d!)? v_descale, str? kv_dtype=None",
         results=2,
     ),
 )

@@ -21,7 +21,7 @@ def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, w
     has_gaps = extras is not None and (
         extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
     )
-    out, lse = new_results(q, v, has_gaps, out, wants_lse, options.out_dtype)
+    out, lse = new_results(q, v, has_gaps, options, out, wants_lse)
     _core.forward(q, k, v, out, lse, options, extras, stream_of(q), allocate, plans, division, programs)
     return out, lse
 
@@ -184,6 +184,6 @@ class CodesWithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise _core.UnsupportedError(
-            "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits to flash_attn_backward "
+            "k and v in codes: there are no gradients, give q, k and v of 16 bits to flash_attn_backward "
             "with this out and LSE, or call under torch.no_grad()"
         )

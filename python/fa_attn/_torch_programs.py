@@ -111,7 +111,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
     options = options_of(_parted(arguments)[2])[0]
-    out = q.new_empty(out_shape(q, v), dtype=out_type(q, options.out_dtype))
+    out = q.new_empty(out_shape(q, v, options.per_element), dtype=out_type(q, options.out_dtype))
     return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 

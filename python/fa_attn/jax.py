@@ -9,7 +9,7 @@ masks and options are those of `fa_attn.interface`; `dot_product_attention` has 
 of `fa_attn` itself come here where jax traces them.
 
 Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
-read; vmap calls them once for each element. K and V of 8 bits, alone or with q, and `qv` have no gradients.
+read; vmap calls them once for each element. K and V in codes, alone or with q, and `qv` have no gradients.
 Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is divided
 among devices is gathered, unless the call is within `jax.shard_map`, where gradients of what all devices
 share are summed over them.
@@ -200,7 +200,7 @@ def _forward_of(call: _Call, rank: int) -> Any:
         dtype = {None: q.dtype, "bf16": jnp.bfloat16, "f32": jnp.float32}[call.options.out_dtype]
         q, k, v = map(_as_bytes, (q, k, v))
         results = (
-            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), dtype),
+            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1] * call.options.per_element), dtype),
             jax.ShapeDtypeStruct(_lse_shape(q), jnp.float32),
         )
         fills = (0, -jnp.inf) if {"cu_seqlens_q", "seqused_q"} & set(call.names) else None
@@ -249,7 +249,7 @@ def _attention_of(call: _Call, rank: int, is_divided: bool) -> Any:
         dout, dlse = (_given(x) for x in gradients)
         if call.options.kv_dtype is not None:
             raise UnsupportedError(
-                "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits, or their "
+                "k and v in codes: there are no gradients, give q, k and v of 16 bits, or their "
                 "jax.lax.stop_gradient"
             )
         if call.options.latent:

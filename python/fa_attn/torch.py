@@ -125,8 +125,9 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     dtype = q.dtype
     if dtype is FLOAT or k.dtype is not dtype or v.dtype is not dtype:
         q, k, v = autocast(q, k, v)
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    is_padded = q.is_cuda and not are_whole_rows(k, head_dim, head_dim_v)
+    per_element = options.per_element
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1] * per_element
+    is_padded = q.is_cuda and not are_whole_rows(k, head_dim, head_dim_v, per_element)
     if out is not None:
         _check_out(out, q, k, v, options, extras)
         if as_operator or mods is not None or not is_aligned(out) or is_padded:
@@ -236,7 +237,7 @@ def _refuse_axes(**tensors):
 
 def _check_out(out, q, k, v, options, extras):
     check_tensor("out", out)
-    check_out(out, out_shape(q, v), out_type(q, options.out_dtype))
+    check_out(out, out_shape(q, v, options.per_element), out_type(q, options.out_dtype))
     check_no_overlap(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
@@ -287,17 +288,17 @@ def expanded(tensor, shape):
 
 
 def refuse_gradient(name, tensor):
-    """Refuses a tensor beside K and V of 8 bits that would get no gradient."""
+    """Refuses a tensor beside K and V in codes that would get no gradient."""
     check_tensor(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise _core.UnsupportedError(
-            f"{name} requires a gradient: with k and v of 8 bits there are none, detach it or call under "
+            f"{name} requires a gradient: with k and v in codes there are none, detach it or call under "
             "torch.no_grad()"
         )
 
 
 def cut_off(q, k, v, out):
-    """q beside K and V of 8 bits, without gradients, which `refused` refuses where they are asked for, as
+    """q beside K and V in codes, without gradients, which `refused` refuses where they are asked for, as
     torch does where an operator has none; at once where the result is written in place or a program is
     made of the call."""
     named = dict(q=q, k=k, v=v)

@@ -11,7 +11,10 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::call_program::Programs;
 use crate::dlpack::{Place, View, current_stream, elsewhere};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, bound, descale_form, dtype_of, dtype_of_kv, heads_and_dim, words};
+use crate::given::{
+    Given, KvDtype, Options, bound, descale_form, dtype_of, dtype_of_kv, heads_and_dim, heads_and_numbers,
+    named_codes, words,
+};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -281,7 +284,7 @@ pub(crate) fn report_of(
 #[pyfunction]
 #[pyo3(signature = (
     k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, seqused_k,
-    page_table, cu_seqlens_q, max_q, used_out, k_descale=None, v_descale=None, stream=None
+    page_table, cu_seqlens_q, max_q, used_out, k_descale=None, v_descale=None, kv_dtype=None, stream=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn append<'py>(
@@ -305,6 +308,7 @@ pub(crate) fn append<'py>(
     used_out: &Bound<'py, PyAny>,
     k_descale: Option<&Bound<'py, PyAny>>,
     v_descale: Option<&Bound<'py, PyAny>>,
+    kv_dtype: Option<KvDtype>,
     stream: Option<u64>,
 ) -> PyResult<usize> {
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
@@ -339,7 +343,8 @@ pub(crate) fn append<'py>(
         v_descale: floats("v_descale", v_descale)?,
     };
     let bounds = (bound("max_seqlen_k_new", max_new)?, bound("max_seqlen_q", max_q)?);
-    let append = appended(&arrays, (interleaved, following), bounds)?;
+    let named = kv_dtype.map(|KvDtype(dtype)| dtype);
+    let append = appended(&arrays, named, (interleaved, following), bounds)?;
     check_apart(&arrays)?;
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),
@@ -386,10 +391,11 @@ fn check_apart(arrays: &Appended<'_>) -> PyResult<()> {
 /// The append that the arrays describe.
 fn appended(
     arrays: &Appended<'_>,
+    named: Option<Dtype>,
     (interleaved, following): (bool, bool),
     (max_new, max_q): (usize, usize),
 ) -> PyResult<Append> {
-    let of_cache = dtype_of_kv("k_cache", &arrays.k_cache)?;
+    let of_cache = named_codes(dtype_of_kv("k_cache", &arrays.k_cache)?, named);
     // New rows of a cache of codes are of one type, which is quantised.
     let (dtype, first) = match of_cache.is_code() {
         true => (dtype_of("k", &arrays.k_new)?, "k"),
@@ -405,7 +411,8 @@ fn appended(
     for (name, other) in [("k", &arrays.k_new), ("v", &arrays.v_new)] {
         same(name, dtype_of(name, other)?, (first, dtype))?;
     }
-    same("v_cache", dtype_of_kv("v_cache", &arrays.v_cache)?, ("k_cache", of_cache))?;
+    let of_v = named_codes(dtype_of_kv("v_cache", &arrays.v_cache)?, named);
+    same("v_cache", of_v, ("k_cache", of_cache))?;
     let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_seqlens_q.is_some());
     axes("k", &arrays.k_new, packed_new)?;
     axes("v", &arrays.v_new, packed_new)?;
@@ -435,8 +442,8 @@ fn appended(
         Some(_) | None => None,
     };
     let tables = arrays.tables.as_ref();
-    let [heads_kv, head_dim] = heads_and_dim(&arrays.k_cache);
-    let [_, head_dim_v] = heads_and_dim(&arrays.v_cache);
+    let [heads_kv, head_dim] = heads_and_numbers(&arrays.k_cache, of_cache);
+    let [_, head_dim_v] = heads_and_numbers(&arrays.v_cache, of_cache);
     let append = Append {
         sequences,
         new: side(&arrays.k_new, packed_new, max_new),

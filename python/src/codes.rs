@@ -9,12 +9,12 @@ use crate::error::InputError;
 use crate::given::words;
 use crate::slices::{floats, slice_mut};
 
-/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes of as many elements. `kind`
-/// is e4m3 or int8.
+/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes. `kind` is e4m3, int8, or
+/// int4, of which a byte holds two.
 #[pyfunction]
 pub(crate) fn encode(values: &Bound<'_, PyAny>, codes: &Bound<'_, PyAny>, kind: &str) -> PyResult<()> {
     let kind = kind.parse::<Dtype>().ok().and_then(Codes::of);
-    let kind = kind.ok_or_else(|| InputError::new_err("the codes must be e4m3 or int8"))?;
+    let kind = kind.ok_or_else(|| InputError::new_err("the codes must be e4m3, int8 or int4"))?;
     let values = words("x", values, None, Type::F32)?;
     let codes = View::of("codes", codes, None)?;
     for (name, view) in [("x", &values), ("codes", &codes)] {
@@ -22,10 +22,13 @@ pub(crate) fn encode(values: &Bound<'_, PyAny>, codes: &Bound<'_, PyAny>, kind: 
             return Err(elsewhere(name, Place::Cpu));
         }
     }
-    if codes.element_bytes() != 1 || codes.elements() != values.elements() || !codes.is_contiguous() {
-        return Err(InputError::new_err("codes must be as many bytes as x has elements, end to end"));
+    let per_byte = kind.per_byte();
+    let fits = codes.element_bytes() == 1 && codes.elements() * per_byte == values.elements();
+    if !fits || !codes.is_contiguous() {
+        let need = format!("codes must be a byte for each {per_byte} of the elements of x, end to end");
+        return Err(InputError::new_err(need));
     }
     let to = slice_mut::<u8>("codes", &codes)?;
-    to.iter_mut().zip(floats("x", &values)?).for_each(|(to, &value)| *to = kind.encode(value));
+    to.iter_mut().zip(kind.pack(floats("x", &values)?, 1.0)).for_each(|(to, byte)| *to = byte);
     Ok(())
 }

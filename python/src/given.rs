@@ -29,7 +29,7 @@ pub(crate) struct Options {
     pub query_offset: i64,
     /// Whether V is the first columns of each key, of which K has the others.
     pub latent: bool,
-    /// The codes that K and V are, where they are of 8 bits: bytes alone do not say.
+    /// The codes that K and V are: bytes alone do not say.
     #[serde(default)]
     pub kv_dtype: Option<KvDtype>,
     /// The type of O, where Q is codes as well.
@@ -220,6 +220,20 @@ pub(crate) fn dtype_of_kv(name: &str, view: &View<'_>) -> PyResult<Dtype> {
     }
 }
 
+/// The type of K and V of this type where a call names it: bytes that are read as e4m3 may hold int4.
+pub(crate) fn named_codes(kv: Dtype, named: Option<Dtype>) -> Dtype {
+    match (kv, named) {
+        (Dtype::E4m3, Some(Dtype::Int4)) => Dtype::Int4,
+        (kv, _) => kv,
+    }
+}
+
+/// Heads, and numbers of a row, of which int4 has two in an element.
+pub(crate) fn heads_and_numbers(view: &View<'_>, dtype: Dtype) -> [usize; 2] {
+    let [heads, elements] = heads_and_dim(view);
+    [heads, elements.saturating_mul(dtype.per_element())]
+}
+
 impl<'py> Given<'py> {
     /// Q, K and V, checked to be on one device and of one type.
     ///
@@ -295,12 +309,13 @@ impl<'py> Given<'py> {
         let Given { q, k, v, beside, dtype, kv, program } = self;
         let extras = &beside.extras;
         let named = options.kv_dtype.map(|KvDtype(dtype)| dtype);
+        let kv = &named_codes(*kv, named);
         for (name, view, own) in [("q", q, dtype), ("k", k, kv)] {
             if own.is_code() && named != Some(*own) {
                 let held = view.type_name();
                 let message = format!(
                     "{name} holds {held}: attention computes in float16 and bfloat16, and flash_attn_func \
-                     and its like in codes of 8 bits"
+                     and its like in codes"
                 );
                 return Err(UnsupportedError::new_err(message));
             }
@@ -322,8 +337,8 @@ impl<'py> Given<'py> {
             )));
         }
         let [heads_q, head_dim] = heads_and_dim(q);
-        let [heads_kv, head_dim_k] = heads_and_dim(k);
-        let [_, head_dim_v] = heads_and_dim(v);
+        let [heads_kv, head_dim_k] = heads_and_numbers(k, *kv);
+        let [_, head_dim_v] = heads_and_numbers(v, *kv);
         if !options.latent && head_dim_k != head_dim {
             return Err(InputError::new_err(format!(
                 "k has a head dim of {head_dim_k} and q of {head_dim}: they must be equal"

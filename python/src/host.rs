@@ -62,7 +62,7 @@ pub(crate) fn run(
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
-        dtype @ (Dtype::E4m3 | Dtype::Int8) => {
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
             Err(InputError::new_err(format!("nothing computes in {dtype}")))
         }
     }
@@ -146,7 +146,7 @@ pub(crate) fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> 
         Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
         // The append itself refuses the other.
-        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => append_in::<bf16>(py, append, arrays),
+        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => append_in::<bf16>(py, append, arrays),
     }
 }
 

@@ -1,4 +1,4 @@
-"""K and V in 8 bits on numpy, and torch where it is there: quantisers, descales, appends, refusals."""
+"""K and V in codes on numpy, and torch where it is there: quantisers, descales, appends, refusals."""
 
 import importlib.util
 
@@ -8,10 +8,10 @@ import pytest
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
-KINDS = ("e4m3", "int8")
+KINDS = ("e4m3", "int8", "int4")
 PER = ("tensor", "head", "sequence_head", "token_head")
-# What a call says of numpy's bytes.
-ASKED = {"e4m3": "fp8_e4m3", "int8": None}
+# What a call says of bytes: of numpy's, and of int4 of torch's as well.
+ASKED = {"e4m3": "fp8_e4m3", "int8": None, "int4": "int4"}
 
 
 def normal(*shape, seed=0):
@@ -46,9 +46,14 @@ def as_numpy(x):
 def given(library, kind, x, per="head"):
     """(codes, descale, their values, keywords of a call)."""
     codes, descale = fa_attn.quantize_kv(as_array(library, x), kind, per)
-    values = as_numpy(fa_attn.dequantize_kv(codes, descale))
-    asked = ASKED[kind] if library == "numpy" else None
-    return codes, descale, values, {} if asked is None else {"kv_cache_dtype": asked}
+    values = as_numpy(fa_attn.dequantize_kv(codes, descale, kv_dtype=kind))
+    return codes, descale, values, naming(library, kind)
+
+
+def naming(library, kind):
+    """Keywords of a call that say what its bytes are."""
+    asked = ASKED[kind] if library == "numpy" or kind == "int4" else None
+    return {} if asked is None else {"kv_cache_dtype": asked}
 
 
 @pytest.mark.parametrize("library", libraries())
@@ -78,7 +83,7 @@ def test_torch_and_numpy_quantise_to_the_same_codes(kind):
     one = np.ones(1, np.float32)
     ours, _ = fa_attn.quantize_kv(x, kind, descale=one)
     theirs, _ = fa_attn.quantize_kv(torch.from_numpy(x), kind, descale=torch.from_numpy(one))
-    theirs = theirs.view(torch.uint8 if kind == "e4m3" else torch.int8).numpy()
+    theirs = theirs.view(torch.int8 if kind == "int8" else torch.uint8).numpy()
     assert (ours == theirs).all()
     # pytorch#150756: what torch's own cast makes NaN saturates, and NaN stays.
     if kind == "e4m3":
@@ -195,8 +200,8 @@ def test_descales_broadcast_and_each_is_applied(library):
 def test_appends_quantise_new_rows_alone(library, kind, form):
     q, k, v = normal(2, 1, 4, 16), normal(2, 3, 2, 16, seed=1), normal(2, 3, 2, 16, seed=2)
     is_per_row = form == "token_head"
-    dtype = np.uint8 if kind == "e4m3" else np.int8
-    caches = [np.full((5, 4, 2, 16), 7, dtype) for _ in range(2)]
+    dtype = np.int8 if kind == "int8" else np.uint8
+    caches = [np.full((5, 4, 2, 8 if kind == "int4" else 16), 7, dtype) for _ in range(2)]
     table, used = np.array([[3, 1], [0, 4]], np.int32), np.array([2, 4], np.int32)
     shapes = {"none": None, "head": (2,), "sequence_head": (2, 2), "token_head": (5, 4, 2)}
     scales = [None if shapes[form] is None else np.full(shapes[form], 0.03125, np.float32) for _ in range(2)]
@@ -218,7 +223,7 @@ def test_appends_quantise_new_rows_alone(library, kind, form):
         as_array(library, v),
         cache_seqlens=as_array(library, used),
         block_table=as_array(library, table),
-        kv_cache_dtype="fp8_e4m3" if kind == "e4m3" else "int8",
+        kv_cache_dtype="fp8_e4m3" if kind == "e4m3" else kind,
         causal=True,
         **named,
     )
@@ -260,9 +265,7 @@ def test_later_tokens_change_nothing_before_them(library, kind):
                 fa_attn.quantize_kv(as_array(library, x), kind, **(fixed or {"per": per}))
                 for x in (k_own, v_own)
             ]
-            call = dict(k_descale=made[0][1], v_descale=made[1][1], causal=True)
-            if library == "numpy" and ASKED[kind] is not None:
-                call["kv_cache_dtype"] = ASKED[kind]
+            call = dict(k_descale=made[0][1], v_descale=made[1][1], causal=True, **naming(library, kind))
             found = fa_attn.flash_attn_func(as_array(library, q), made[0][0], made[1][0], **call)
             out[name, per] = as_numpy(found)[:, :at]
     for per in ("token_head", "given"):
@@ -295,6 +298,27 @@ def test_refusals_say_what_works(library):
         ),
         (
             fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4_per_token_head"),
+            "have zero points, within their scales",
+        ),
+        (
+            fa_attn.InputError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4"),
+            "k has a head dim of 32 and q of 16",
+        ),
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(bits, bits, bits, kv_cache_dtype="int4"),
+            "q holds uint8: beside k and v in int4",
+        ),
+        (fa_attn.InputError, lambda: fa_attn.quantize_kv(k[..., :15], "int4"), "rows of 15 columns"),
+        (
+            fa_attn.InputError,
+            lambda: fa_attn.dequantize_kv(bits, kv_dtype="int8"),
+            "and kv_dtype is 'int8': give one of",
+        ),
+        (
+            fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8_e5m2"),
             "use 'auto' or one of 'fp8'",
         ),
@@ -304,7 +328,7 @@ def test_refusals_say_what_works(library):
         (
             fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_with_kvcache(q, k, k, k, k, cache_seqlens=0, k_descale=descale),
-            "what joins a cache without codes of 8 bits has no descale, leave it out",
+            "what joins a cache without codes has no descale, leave it out",
         ),
         (
             fa_attn.InputError,
@@ -344,7 +368,7 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     q, k = torch.from_numpy(normal(1, 2, 4, 16)).bfloat16(), torch.from_numpy(normal(1, 9, 2, 16, seed=1))
     k8, descale = fa_attn.quantize_kv(k)
     wants = q.clone().requires_grad_()
-    with pytest.raises(fa_attn.UnsupportedError, match="k and v of 8 bits: there are no gradients"):
+    with pytest.raises(fa_attn.UnsupportedError, match="k and v in codes: there are no gradients"):
         fa_attn.flash_attn_func(wants, k8, k8).sum().backward()
     with torch.no_grad():
         plain = fa_attn.flash_attn_func(wants, k8, k8, k_descale=descale, v_descale=descale)

@@ -1,6 +1,7 @@
-//! A server's cache in 8 bits: each new key and value is quantised as it is appended to a cache in pages,
-//! with a descale for each row and head, and attention reads codes and descales. The cache takes half the
-//! memory of one in bf16, but for the descales, and steps of a request stay within its rounding.
+//! A server's cache in 8 bits, or 4: each new key and value is quantised as it is appended to a cache in
+//! pages, with a descale for each row and head, and attention reads codes and descales. The cache takes half
+//! the memory of one in bf16, or a quarter, but for the descales, and steps of a request stay within its
+//! rounding.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 08_eight_bit_cache
@@ -27,9 +28,9 @@ const PAGE_TABLE: [i32; 8] = [5, 2, 7, 0, 3, 1, 6, 4];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let steps = 40;
-    let [exact, e4m3, int8] = [None, Some(Codes::E4m3), Some(Codes::Int8)].map(|codes| serve(steps, codes));
-    let exact = exact?;
-    for (kind, outputs) in [(Codes::E4m3, e4m3?), (Codes::Int8, int8?)] {
+    let exact = serve(steps, None)?;
+    for kind in Codes::ALL {
+        let outputs = serve(steps, Some(kind))?;
         println!("{}: {steps} tokens, at most {:.4} from bf16", kind.dtype(), farthest(&outputs, &exact));
     }
     Ok(())
@@ -71,6 +72,7 @@ pub(crate) fn serve(steps: usize, codes: Option<Codes>) -> Result<Vec<Vec<bf16>>
         .with_descales(descales)
         .with_mask(Mask::CAUSAL);
 
+    // Of int4 with half as many elements, each of two codes.
     let shape = append.cache_shape(DIM);
     let [mut k, mut v] = [(); 2].map(|()| Tensor::filled(shape, TensorLayout::Bshd, bf16::ZERO));
     let [mut k_codes, mut v_codes] = [(); 2].map(|()| Tensor::filled(shape, TensorLayout::Bshd, 0u8));

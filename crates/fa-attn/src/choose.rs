@@ -98,7 +98,7 @@ impl Chooser {
     ) {
         let Some(tuner) = lock(&self.tuner).clone() else { return };
         // What stands in for another family's kernel has no entry that would be found; nor has a program, or
-        // an 8-bit K and V.
+        // K and V in codes.
         let has_entry = problem.score.program.is_none() && !problem.types.kv.is_code();
         if bound.kernel.family() != family || !has_entry {
             return;
@@ -177,7 +177,7 @@ impl Chooser {
     /// cleanly any more is forgotten, so that the problem is measured again where tuning is on.
     fn tuned<S: Seat>(&self, kernels: &S, asked: &Asked<'_>, family: Family) -> Option<(S::Bound, Choice)> {
         let Asked { problem, like, pass, pinned, .. } = *asked;
-        // Tables hold no kernels with programs, and none for an 8-bit K and V.
+        // Tables hold no kernels with programs, and none for K and V in codes.
         if like.score.program.is_some() || like.types.kv.is_code() {
             return None;
         }
@@ -229,7 +229,7 @@ fn measure(
         Dtype::F16 => search(&mut scratch.bench::<half::f16>(problem, *pass)?, &specs, budget, stop),
         Dtype::Bf16 => search(&mut scratch.bench::<half::bf16>(problem, *pass)?, &specs, budget, stop),
         // No kernel is bound for these.
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => Vec::new(),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => Vec::new(),
     };
     scratch.settle();
     Ok(tried)

@@ -246,7 +246,7 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the
+    /// [`Engine::forward`] on K and V in codes: the bytes of the codes that `problem` names, with the
     /// descales among the extras.
     ///
     /// ```

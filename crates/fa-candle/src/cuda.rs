@@ -41,7 +41,7 @@ pub(crate) fn forward(
     let (storage, lse) = match posed.problem.types.wide() {
         Dtype::F16 => output::<f16>(posed, inputs, with_lse)?,
         Dtype::Bf16 => output::<bf16>(posed, inputs, with_lse)?,
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => return Err(unknown(inputs[0].0.dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => return Err(unknown(inputs[0].0.dtype())),
     };
     let device = inputs[0].0.device();
     let lse = lse.map(|lse| tensor(lse, posed.lse_shape(q), device));
@@ -113,7 +113,7 @@ pub(crate) fn backward(
     match posed.problem.types.q {
         Dtype::F16 => gradients::<f16>(posed, all, dlse),
         Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => Err(unknown(inputs[0].dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => Err(unknown(inputs[0].dtype())),
     }
 }
 
@@ -269,8 +269,11 @@ fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<Located<'a, T>
     Ok((slice.slice(offset..), strides(layout)))
 }
 
-/// The bits of codes from the layout's first on, with their strides.
+/// The bytes of codes from the layout's first on, with their strides.
 fn codes<'a>((storage, layout): Given<'a>) -> Result<Located<'a, u8>> {
+    if matches!(storage.slice, CudaStorageSlice::U8(_)) {
+        return view::<u8>((storage, layout));
+    }
     let CudaStorageSlice::F8E4M3(slice) = &storage.slice else {
         return Err(unknown(storage.dtype()));
     };

@@ -30,8 +30,10 @@ pub struct Options<'a> {
     /// `(1)`, `(heads)` or `(batch, heads)`, with K's heads; `None` for 1. Without gradients; on GPUs of
     /// compute capability 9.0.
     pub q_descale: Option<&'a Tensor>,
-    /// What K of candle's `F8E4M3` is multiplied by, f32: as `q_descale`, or beside a Q of another type for
-    /// each row of each head, in the shape of K without its last axis; `None` for 1. Without gradients.
+    /// What K of candle's `F8E4M3`, or of `U8` with two int4 codes to a byte (the first in the lower half, so
+    /// that rows have half as many elements), is multiplied by, f32: as `q_descale`, or beside a Q of another
+    /// type for each row of each head, in the shape of K without its last axis; `None` for 1. Without
+    /// gradients.
     pub k_descale: Option<&'a Tensor>,
     /// The same of V.
     pub v_descale: Option<&'a Tensor>,

@@ -1,13 +1,14 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
+use fa_core::quantize::Codes;
 use fa_core::{
     Alibi, DescaleForm, Descales, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides,
     Types,
 };
 use fa_cpu::CpuError;
 
-use crate::codes::CODES;
+use crate::codes::{CODES, codes_of};
 use crate::error::{Error, refused, same_device};
 use crate::options::{Options, Rows};
 use crate::programs;
@@ -60,16 +61,18 @@ impl Posed {
     /// Checks shapes, types and devices, and everything that does not depend on the device.
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
         let dtype = dtype_of(q)?;
-        let is_code = k.dtype() == CODES;
-        let of_kv = if is_code { CODES } else { q.dtype() };
+        let codes = codes_of(k.dtype()).filter(|_| q.dtype() != CODES);
+        let is_code = codes.is_some() || q.dtype() == CODES;
+        let of_kv = if codes.is_some() { k.dtype() } else { q.dtype() };
         for (name, tensor) in [("k", k), ("v", v)] {
             same_device(name, tensor, q)?;
             if tensor.dtype() != of_kv {
-                let need = format!("{of_kv:?}, the type of {}", if is_code { "k" } else { "q" });
+                let need = format!("{of_kv:?}, the type of {}", if codes.is_some() { "k" } else { "q" });
                 return Err(Error::Dtype { tensor: name, got: tensor.dtype(), need }.into());
             }
         }
-        let inputs = Inputs { q, k, v, latent: options.latent };
+        let per_element = codes.map_or(1, Codes::per_byte);
+        let inputs = Inputs { q, k, v, latent: options.latent, per_element };
         let (sides, mut beside) = match options.rows {
             Rows::Padded { used_q, used_k } => padded(inputs, [used_q, used_k])?,
             Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k } => {
@@ -93,8 +96,8 @@ impl Posed {
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
         let types = match dtype {
             Dtype::E4m3 => Types::fp8(Dtype::Bf16),
-            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 => {
-                Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype })
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 | Dtype::Int4 => {
+                Types::same(dtype).with_kv(codes.map_or(dtype, Codes::dtype))
             }
         };
         let form = |descale: Option<&Tensor>| match descale.map(Tensor::dims) {
@@ -168,14 +171,16 @@ struct Inputs<'a> {
     k: &'a Tensor,
     v: &'a Tensor,
     latent: bool,
+    /// Numbers in an element of K and V.
+    per_element: usize,
 }
 
 impl Inputs<'_> {
     /// Checks K, of these rows and heads, and V: K has the columns of Q, or those that V does not have.
     fn check(&self, rows: &[usize], head_dim: usize, head_dim_v: usize) -> Result<()> {
         let of_k = head_dim.saturating_sub(if self.latent { head_dim_v } else { 0 });
-        fits("k", self.k, &[rows, &[of_k]].concat())?;
-        fits("v", self.v, &[rows, &[head_dim_v]].concat())
+        fits("k", self.k, &[rows, &[of_k.div_ceil(self.per_element)]].concat())?;
+        fits("v", self.v, &[rows, &[head_dim_v / self.per_element]].concat())
     }
 }
 
@@ -184,6 +189,7 @@ fn padded(inputs: Inputs<'_>, used: [Option<&Tensor>; 2]) -> Result<(Sides, Besi
     let [batch, seqlen_q, heads_q, head_dim] = dims(q, "q", "(batch, seqlen_q, heads, head_dim)")?;
     let [_, seqlen_k, heads_kv, _] = dims(k, "k", "(batch, seqlen_k, heads_kv, head_dim)")?;
     let [_, _, _, head_dim_v] = dims(v, "v", "(batch, seqlen_k, heads_kv, head_dim_v)")?;
+    let head_dim_v = head_dim_v * inputs.per_element;
     inputs.check(&[batch, seqlen_k, heads_kv], head_dim, head_dim_v)?;
     let [used_q, used_k] = used;
     let side = |len: usize, used: Option<&Tensor>| {
@@ -201,6 +207,7 @@ fn packed(inputs: Inputs<'_>, starts: [&Tensor; 2], max: [usize; 2]) -> Result<(
     let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
     let [total_k, heads_kv, _] = dims(k, "k", "(total_k, heads_kv, head_dim)")?;
     let [_, _, head_dim_v] = dims(v, "v", "(total_k, heads_kv, head_dim_v)")?;
+    let head_dim_v = head_dim_v * inputs.per_element;
     inputs.check(&[total_k, heads_kv], head_dim, head_dim_v)?;
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
@@ -223,6 +230,7 @@ fn paged(
     let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
     let [pages, page, heads_kv, _] = dims(k, "k", "(pages, page_block_size, heads_kv, head_dim)")?;
     let [_, _, _, head_dim_v] = dims(v, "v", "(pages, page_block_size, heads_kv, head_dim_v)")?;
+    let head_dim_v = head_dim_v * inputs.per_element;
     inputs.check(&[pages, page, heads_kv], head_dim, head_dim_v)?;
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
@@ -247,6 +255,7 @@ fn named(inputs: Inputs<'_>, indices: &Tensor, lengths: &Tensor) -> Result<(Side
     let [tokens, heads_q, head_dim] = dims(q, "q", "(tokens, heads, head_dim)")?;
     let [rows, page, heads_kv, _] = dims(k, "k", "(rows, 1, heads_kv, head_dim)")?;
     let [_, _, _, head_dim_v] = dims(v, "v", "(rows, 1, heads_kv, head_dim_v)")?;
+    let head_dim_v = head_dim_v * inputs.per_element;
     let [_, most] = dims(indices, "indices", "(tokens, most)")?;
     if page != 1 {
         let need = format!("({rows}, 1, {heads_kv}, head_dim): reshape pages of several rows");

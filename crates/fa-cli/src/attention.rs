@@ -100,7 +100,7 @@ impl AnyInputs {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
-            Dtype::E4m3 | Dtype::Int8 => unreachable!("problem_of refuses it"),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => unreachable!("problem_of refuses it"),
         })
     }
 
@@ -313,9 +313,15 @@ fn problem_of(
     }
     let q = shape_of(file, "q", layout, sides.starts_of_q())?;
     let [batch, seqlen_q, heads_q, head_dim] = q;
+    // In numbers, of which int4 has two in an element.
+    let per_element = types.kv.per_element();
+    let of_keys = |name| -> anyhow::Result<[usize; 4]> {
+        let [batch, seqlen, heads, elements] = shape_of(file, name, layout, "cu_seqlens_k")?;
+        Ok([batch, seqlen, heads, elements * per_element])
+    };
     let [k, v] = match packed {
         Some(packed) => packed.shapes(),
-        None => [shape_of(file, "k", layout, "cu_seqlens_k")?, shape_of(file, "v", layout, "cu_seqlens_k")?],
+        None => [of_keys("k")?, of_keys("v")?],
     };
     if packed.is_some() && k[3] + v[3] != head_dim {
         let need = format!("its last axis must be {}, the columns of rows in {KV}", k[3] + v[3]);
@@ -330,7 +336,8 @@ fn problem_of(
             return Ok(());
         }
         let rank = file.entry(name)?.shape.len();
-        let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d)[4 - rank..].to_vec();
+        let per_element = if matches!(name, "k" | "v") { per_element } else { 1 };
+        let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d / per_element)[4 - rank..].to_vec();
         let need = format!("{why} (in {layout}: {:?})", shape(need));
         Err(InputError::Shape { name: name.to_owned(), got: shape(got), need })
     };
@@ -398,7 +405,8 @@ fn common_types(
             let need = match codes {
                 Some(_) => format!("k holds {of_k}: k and v must be of one type, dout of q's"),
                 None => format!(
-                    "q holds {first}, and all tensors must be of one type, but for k and v of F8_E4M3 or I8"
+                    "q holds {first}, and all tensors must be of one type, but for k and v of F8_E4M3, I8, \
+                     or U8 (int4, two to a byte)"
                 ),
             };
             return wrong(name, got, need);
@@ -465,7 +473,7 @@ pub(crate) fn describe(p: &Problem) -> String {
     text
 }
 
-/// The types, and the descales of 8 bits.
+/// The types, and the descales of codes.
 fn types(p: &Problem) -> String {
     let Types { q, kv, out, .. } = p.types;
     if !kv.is_code() {

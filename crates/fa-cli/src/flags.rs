@@ -129,14 +129,14 @@ impl MaskArgs {
     }
 }
 
-/// Flags of 8 bits.
+/// Flags of codes.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct KvArgs {
-    /// Element type of K and V where they are codes of 8 bits: e4m3, int8 [default: that of --dtype]
+    /// Element type of K and V where they are codes: e4m3, int8, int4 [default: that of --dtype]
     #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
     pub kv_dtype: Option<Codes>,
-    /// What shares a descale of 8-bit K and V, and of Q in e4m3: none, head, sequence_head, of K and V also
-    /// token_head [default: head]
+    /// What shares a descale of K and V in codes, and of Q in e4m3: none, head, sequence_head, of K and V
+    /// also token_head [default: head]
     #[arg(long, value_name = "FORM", value_parser = parse_descale)]
     pub kv_descale: Option<DescaleForm>,
     /// Element type of O where --dtype is e4m3: bf16, f16, f32 [default: bf16]
@@ -171,7 +171,7 @@ impl KvArgs {
 
 pub(crate) fn parse_codes(text: &str) -> Result<Codes, String> {
     let known = text.parse::<Dtype>().ok().and_then(Codes::of);
-    known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3 or int8, or leave it out"))
+    known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3, int8 or int4, or leave it out"))
 }
 
 pub(crate) fn parse_descale(text: &str) -> Result<DescaleForm, String> {
@@ -370,9 +370,10 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if dtype == Dtype::Int8 {
-            let message = "int8 is of K and V alone: use --kv-dtype int8 and --dtype f32, f16 or bf16";
-            return Err(InputError::Usage(message.to_owned()).into());
+        if matches!(dtype, Dtype::Int8 | Dtype::Int4) {
+            let message =
+                format!("{dtype} is of K and V alone: use --kv-dtype {dtype} and --dtype f32, f16 or bf16");
+            return Err(InputError::Usage(message).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]

@@ -1,4 +1,4 @@
-//! Tensors of a file that may be codes of 8 bits.
+//! Tensors of a file that may be codes.
 
 use fa_attn::{CacheMut, Element, KvRef, Tensor};
 use fa_core::TensorLayout;
@@ -11,7 +11,7 @@ use crate::safetensors::{NewTensor, Stored, TensorFile};
 pub(crate) enum KvTensor<T> {
     /// Elements of Q's type; of an fp8 problem T is that of O.
     Same(Tensor<T>),
-    /// The bits of codes.
+    /// The bytes of codes.
     Codes(Tensor<u8>, Codes),
 }
 

@@ -32,13 +32,13 @@ pub struct Append {
     pub head_dim_v: usize,
     /// Element type of all tensors but the tables and a cache of codes: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
-    /// What the cache holds where it is in 8 bits; `None` for elements of `dtype`.
+    /// What the cache holds where it is in codes; `None` for elements of `dtype`.
     pub codes: Option<CacheCodes>,
     /// Rotary embedding of keys and queries; `None` for none.
     pub rotary: Option<Rotary>,
 }
 
-/// A cache in 8 bits.
+/// A cache in codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheCodes {
     /// Its codes.
@@ -171,8 +171,9 @@ impl Append {
             let need = "f32, f16 or bf16".into();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
-        multiple("head_dim", self.head_dim, 1, WIDEST)?;
-        multiple("head_dim_v", self.head_dim_v, 1, WIDEST)?;
+        let whole = self.cache_dtype().per_element();
+        multiple("head_dim", self.head_dim, whole, WIDEST)?;
+        multiple("head_dim_v", self.head_dim_v, whole, WIDEST)?;
         if self.heads_kv == 0 {
             return Err(AppendError::BadValue { name: "heads_kv", value: 0, need: "at least 1".into() });
         }
@@ -295,10 +296,11 @@ impl Append {
         [batch, rows, self.heads_kv, dim]
     }
 
-    /// The same of the cache: `[batch, room, heads, dim]` or `[pages, page, heads, dim]`.
+    /// The same of the cache, in elements of its type: `[batch, room, heads, dim]` or `[pages, page, heads,
+    /// dim]`, of int4 with rows of `dim / 2` bytes.
     pub fn cache_shape(&self, dim: usize) -> [usize; 4] {
         let [batch, rows] = outer(self.cache, self.sequences);
-        [batch, rows, self.heads_kv, dim]
+        [batch, rows, self.heads_kv, self.cache_dtype().elements(dim)]
     }
 
     /// The same of the queries; all 0 where none are rotated.
@@ -393,6 +395,13 @@ mod tests {
         let descales = Descales::both(DescaleForm::TokenHead);
         let codes = Some(CacheCodes { kind: Codes::E4m3, descales });
         assert_eq!(Append { codes, ..good }.check_on_gpu(), Ok(()));
+        let int4 = Append { codes: Some(CacheCodes { kind: Codes::Int4, descales }), ..good };
+        assert_eq!(
+            (int4.check_on_gpu(), int4.cache_shape(64), int4.new_shape(64)),
+            (Ok(()), [20, 16, 2, 32], [1, 9, 2, 64])
+        );
+        let odd = Append { head_dim_v: 63, ..int4 }.check().unwrap_err();
+        assert_eq!(odd.to_string(), "head_dim_v = 63: must be a multiple of 2 from 2 to 65536");
         for (append, part) in [
             (Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8"),
             (Append { head_dim_v: 4, ..good }, "head_dim_v = 4: must be a multiple of 8"),

@@ -1,4 +1,4 @@
-//! What the codes of an 8-bit K and V, and of an fp8 Q, are multiplied by.
+//! What the codes of K and V, and of an fp8 Q, are multiplied by.
 //!
 //! A value is its code (an e4m3 number, or an integer) times a descale. With `s = scale * (q . code_k) *
 //! q_descale * k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) /

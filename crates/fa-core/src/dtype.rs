@@ -10,7 +10,8 @@ use crate::with_methods;
 
 /// Element type of an attention problem's tensors.
 ///
-/// Values of the 8-bit types are codes times a descale: of K and V alone, or, in e4m3, of Q as well.
+/// Values of the types of 8 and 4 bits are codes times a descale: of K and V alone, or, in e4m3, of Q as
+/// well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -24,41 +25,62 @@ pub enum Dtype {
     E4m3,
     /// 8-bit signed integers of a quantised cache: a value is its code times a scale.
     Int8,
+    /// 4-bit signed integers of a quantised cache, two to a byte: the lower half has the first. Tensors of
+    /// them are tensors of bytes, whose rows have half as many elements as numbers.
+    Int4,
 }
 
 impl Dtype {
     /// Every element type, in declaration order.
-    pub const ALL: [Dtype; 5] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8];
+    pub const ALL: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8, Dtype::Int4];
 
     /// The types of numbers that stand for themselves: the CPU computes all of them, GPU kernels the 16-bit
     /// ones.
     pub const COMPUTED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-    /// Bytes of one element.
+    /// Bytes of one element of a tensor.
     pub const fn bytes(self) -> usize {
         match self {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::Bf16 => 2,
-            Dtype::E4m3 | Dtype::Int8 => 1,
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => 1,
         }
+    }
+
+    /// Numbers in one element of a tensor: two of int4, else one.
+    pub const fn per_element(self) -> usize {
+        match self {
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => 1,
+            Dtype::Int4 => 2,
+        }
+    }
+
+    /// Elements of a tensor's row of so many numbers.
+    pub const fn elements(self, numbers: usize) -> usize {
+        numbers.div_ceil(self.per_element())
+    }
+
+    /// Bytes of a number, of which int4 has two in one.
+    pub const fn bytes_per_number(self) -> f64 {
+        self.bytes() as f64 / self.per_element() as f64
     }
 
     /// Whether this is one of the 16-bit floating-point types, in which the GPU kernels compute.
     pub const fn is_half(self) -> bool {
         match self {
             Dtype::F16 | Dtype::Bf16 => true,
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => false,
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => false,
         }
     }
 
     /// The types of codes: K and V may have one, beside a Q of a type of [`Dtype::COMPUTED`], or all three
     /// e4m3.
-    pub const CODES: [Dtype; 2] = [Dtype::E4m3, Dtype::Int8];
+    pub const CODES: [Dtype; 3] = [Dtype::E4m3, Dtype::Int8, Dtype::Int4];
 
     /// Whether this is one of [`Dtype::CODES`].
     pub const fn is_code(self) -> bool {
         match self {
-            Dtype::E4m3 | Dtype::Int8 => true,
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => true,
             Dtype::F32 | Dtype::F16 | Dtype::Bf16 => false,
         }
     }
@@ -71,11 +93,12 @@ impl Dtype {
             Dtype::Bf16 => "bf16",
             Dtype::E4m3 => "e4m3",
             Dtype::Int8 => "int8",
+            Dtype::Int4 => "int4",
         }
     }
 
     /// Half the distance between 1 and the next larger number: the largest relative rounding error of a
-    /// normal number; of an int8 code, half a step of the largest.
+    /// normal number; of an integer code, half a step of the largest.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             Dtype::F32 => 1.0 / (1u64 << 24) as f64,
@@ -83,6 +106,7 @@ impl Dtype {
             Dtype::Bf16 => 1.0 / (1u64 << 8) as f64,
             Dtype::E4m3 => 1.0 / (1u64 << 4) as f64,
             Dtype::Int8 => 0.5 / 127.0,
+            Dtype::Int4 => 0.5 / 7.0,
         }
     }
 }
@@ -96,7 +120,7 @@ impl Dtype {
 pub struct Types {
     /// Of Q, and of its gradient: e4m3 for an fp8 forward.
     pub q: Dtype,
-    /// Of K and V: 8 bits for a quantised cache.
+    /// Of K and V: codes for a quantised cache.
     pub kv: Dtype,
     /// Of O, and of its gradient: f32 for partial results that several GPUs combine. Of an fp8 forward bf16,
     /// or on the CPU f16 or f32.
@@ -146,7 +170,7 @@ impl Types {
         with_dkv(dkv: Dtype),
     }
 
-    /// Checks that something computes these types together: one type, or one and K and V in 8 bits, or Q, K
+    /// Checks that something computes these types together: one type, or one and K and V in codes, or Q, K
     /// and V in e4m3 and O in a wider type. Which types are computed is the question of each backend.
     ///
     /// # Errors
@@ -154,8 +178,8 @@ impl Types {
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
-        if q == Dtype::Int8 {
-            return refuse("dtype", q, INT8_Q);
+        if matches!(q, Dtype::Int8 | Dtype::Int4) {
+            return refuse("dtype", q, INTEGER_Q);
         }
         let is_cache = kv.is_code() && !q.is_code();
         if kv != q && !is_cache {
@@ -205,11 +229,12 @@ impl Types {
     }
 }
 
-const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
-                     leave kv_dtype out";
-const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave \
+const MIXED: &str = "K and V have the type of Q, or are codes beside a wider Q (e4m3, int8 or int4); convert \
+                     them and leave kv_dtype out";
+const NO_GRADIENTS: &str = "K and V in codes have no gradients; dequantise them into Q's type and leave \
                             kv_dtype out";
-const INT8_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 for K and V alone";
+const INTEGER_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 or int4 for K and \
+                         V alone";
 const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also \
                        f16 or f32)";
 const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the \
@@ -228,7 +253,7 @@ impl fmt::Display for Dtype {
 
 /// A text that is not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3, int8")]
+#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3, int8, int4")]
 pub struct ParseDtypeError(pub String);
 
 impl FromStr for Dtype {
@@ -247,7 +272,7 @@ impl<'de> Deserialize<'de> for Dtype {
     }
 }
 
-const NAMES: [&str; 5] = ["f32", "f16", "bf16", "e4m3", "int8"];
+const NAMES: [&str; 6] = ["f32", "f16", "bf16", "e4m3", "int8", "int4"];
 
 struct DtypeVisitor;
 

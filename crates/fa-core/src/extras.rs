@@ -157,7 +157,7 @@ table! {
     QDescale q_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv] => |problem| {
         descale_form(problem, problem.descales.q)
     };
-    /// What the codes of an 8-bit K are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or for each row of
+    /// What the codes of K are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or for each row of
     /// each head in the layout of K, `[batch, seqlen_k, heads_kv]`, `[total_k, heads_kv]` or `[pages, page,
     /// heads_kv]` ([`DescaleForm`]).
     KDescale k_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv],

@@ -33,7 +33,7 @@ pub use error::ProblemError;
 /// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths (upper bounds
 /// where lengths are on the device) with `total_q` and `total_k` for packed sides, `page` and `pages` for a
 /// cache in pages, `used_q` and `used_k` for lengths in use; `dtype` for the types, with `kv_dtype`,
-/// `k_descale` and `v_descale` for an 8-bit K and V, and `q_descale` for an fp8 Q; `softcap`, `alibi` and
+/// `k_descale` and `v_descale` for K and V in codes, and `q_descale` for an fp8 Q; `softcap`, `alibi` and
 /// `sinks` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "text::Flat", into = "text::Flat")]
@@ -55,7 +55,7 @@ pub struct Problem {
     pub mask: Mask,
     /// Types of the tensors.
     pub types: Types,
-    /// What the codes of an 8-bit K and V, and of an fp8 Q, are multiplied by; none for other types.
+    /// What the codes of K and V, and of an fp8 Q, are multiplied by; none for other types.
     pub descales: Descales,
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`, which latent problems do not have.
     pub softmax_scale: Option<f64>,

@@ -1,11 +1,14 @@
-//! Codes of 8 bits and their descales: the quantisers of K and V.
+//! Codes of 8 and 4 bits and their descales: the quantisers of K and V.
 //!
 //! `value = code * descale` is what reading gives. Writing multiplies by `1 / descale`, clamps to the largest
 //! code, and rounds to the nearest code, ties to even. Infinities become the largest code. NaN stays NaN in
-//! e4m3; int8 has none, and it becomes 0.
+//! e4m3; integers have none, and it becomes 0.
+//!
+//! Codes of 4 bits are two to a byte along a row: the lower half has the first. They are two's complement and
+//! have no zero point: from -8 to 7 where they are read, from -7 to 7 as they are written.
 //!
 //! ```
-//! use fa_core::quantize::{Codes, e4m3, int8, reciprocal};
+//! use fa_core::quantize::{Codes, Scales, e4m3, int8, reciprocal};
 //!
 //! // 24.9 lies between the codes 24 and 26.
 //! assert_eq!(e4m3::decode(e4m3::encode(24.9)), 24.0);
@@ -14,6 +17,10 @@
 //! // A row with the largest magnitude 6.35 is coded in steps of 0.05.
 //! let descale = Codes::Int8.descale(6.35);
 //! assert_eq!(int8::encode(-3.0 * reciprocal(descale)), -60);
+//! // Two codes of 4 bits in a byte: -2 is 0b1110.
+//! let made = Codes::Int4.quantize(&[7.0, -2.0], [1, 1, 1, 2], Scales::TokenHead);
+//! assert_eq!((made.codes, made.descales), (vec![0b1110_0111], vec![1.0]));
+//! assert!(Codes::Int4.numbers(&[0b1110_0111]).eq([7.0, -2.0]));
 //! ```
 
 use crate::Dtype;
@@ -91,13 +98,26 @@ pub mod int8 {
     }
 }
 
+/// Integers from -7 to 7, in the lower four bits of a byte. The code -8 is read as it is and never written.
+pub mod int4 {
+    /// The largest.
+    pub const LARGEST: f32 = 7.0;
+
+    /// The bits of the nearest integer, ties to even, saturating; 0 for NaN.
+    pub fn encode(value: f32) -> u8 {
+        value.clamp(-LARGEST, LARGEST).round_ties_even() as i8 as u8 & 0xF
+    }
+}
+
 /// A kind of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Codes {
     /// Numbers of the e4m3 format.
     E4m3,
-    /// Integers.
+    /// Integers of 8 bits.
     Int8,
+    /// Integers of 4 bits, two to a byte.
+    Int4,
 }
 
 /// The numbers of int8 codes, by their bits.
@@ -111,12 +131,27 @@ const INT8_TABLE: [f32; 256] = {
     table
 };
 
+/// The numbers of int4 codes, by the lower four bits.
+const INT4_TABLE: [f32; 256] = {
+    let mut table = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        table[code] = ((code as u8) << 4) as i8 as f32 / 16.0;
+        code += 1;
+    }
+    table
+};
+
 impl Codes {
+    /// All, in declaration order.
+    pub const ALL: [Codes; 3] = [Codes::E4m3, Codes::Int8, Codes::Int4];
+
     /// The codes that are elements of this type; `None` for numbers that are computed with as they are.
     pub const fn of(dtype: Dtype) -> Option<Codes> {
         match dtype {
             Dtype::E4m3 => Some(Codes::E4m3),
             Dtype::Int8 => Some(Codes::Int8),
+            Dtype::Int4 => Some(Codes::Int4),
             Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
         }
     }
@@ -126,6 +161,7 @@ impl Codes {
         match self {
             Codes::E4m3 => Dtype::E4m3,
             Codes::Int8 => Dtype::Int8,
+            Codes::Int4 => Dtype::Int4,
         }
     }
 
@@ -134,14 +170,16 @@ impl Codes {
         match self {
             Codes::E4m3 => e4m3::LARGEST,
             Codes::Int8 => int8::LARGEST,
+            Codes::Int4 => int4::LARGEST,
         }
     }
 
-    /// The number of every code, by its bits.
+    /// The number of every code, by its bits; what lies above them in a byte does not count.
     pub const fn table(self) -> &'static [f32; 256] {
         match self {
             Codes::E4m3 => &e4m3::TABLE,
             Codes::Int8 => &INT8_TABLE,
+            Codes::Int4 => &INT4_TABLE,
         }
     }
 
@@ -150,6 +188,7 @@ impl Codes {
         match self {
             Codes::E4m3 => e4m3::encode(value),
             Codes::Int8 => int8::encode(value) as u8,
+            Codes::Int4 => int4::encode(value),
         }
     }
 
@@ -158,13 +197,38 @@ impl Codes {
         self.table()[code as usize]
     }
 
+    /// Codes in a byte.
+    pub const fn per_byte(self) -> usize {
+        self.dtype().per_element()
+    }
+
+    /// The number of code `index` of a byte.
+    pub const fn number(self, byte: u8, index: usize) -> f32 {
+        self.decode(byte >> (4 * index))
+    }
+
+    /// The numbers of a row's bytes.
+    pub fn numbers(self, bytes: &[u8]) -> impl Iterator<Item = f32> {
+        let of = move |&byte| (0..self.per_byte()).map(move |index| self.number(byte, index));
+        bytes.iter().flat_map(of)
+    }
+
+    /// The codes of a row's values in its bytes. Behind an odd number of codes of 4 bits is a 0.
+    pub fn pack(self, values: &[f32], factor: f32) -> impl Iterator<Item = u8> {
+        values.chunks(self.per_byte()).map(move |of_byte| {
+            let codes = of_byte.iter().enumerate().map(|(i, value)| self.encode(value * factor) << (4 * i));
+            codes.fold(0, |byte, code| byte | code)
+        })
+    }
+
     /// The descale for values up to `amax` in magnitude: `amax / largest`, and at least the smallest normal
     /// f32, so that rows of zeros have one.
     pub const fn descale(self, amax: f32) -> f32 {
         (amax / self.largest()).max(f32::MIN_POSITIVE)
     }
 
-    /// Codes and descales of a tensor `[batch, rows, heads, dim]`, in that order of axes.
+    /// Codes and descales of a tensor `[batch, rows, heads, dim]`, in that order of axes, with rows of
+    /// [`Codes::per_byte`] codes a byte.
     ///
     /// # Panics
     /// Where there are not as many values as the shape says.
@@ -192,10 +256,7 @@ impl Codes {
             largest[slot] = largest[slot].max(amax(row));
         }
         let descales: Vec<f32> = largest.into_iter().map(|amax| self.descale(amax)).collect();
-        let codes = of_rows().flat_map(|(slot, row)| {
-            let factor = reciprocal(descales[slot]);
-            row.iter().map(move |value| self.encode(value * factor))
-        });
+        let codes = of_rows().flat_map(|(slot, row)| self.pack(row, reciprocal(descales[slot])));
         Quantized { codes: codes.collect(), descales }
     }
 }
@@ -213,10 +274,10 @@ pub enum Scales {
     TokenHead,
 }
 
-/// A tensor in 8 bits.
+/// A tensor in codes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantized {
-    /// The bits of codes, in the order of the values.
+    /// The bytes of codes, in the order of the values.
     pub codes: Vec<u8>,
     /// One for each part of the tensor that shares one, in the order of its axes.
     pub descales: Vec<f32>,
@@ -262,6 +323,12 @@ mod tests {
             let integer = Codes::Int8.decode(code);
             assert_eq!(integer, f32::from(code as i8));
             assert_eq!(Codes::Int8.encode(integer), if code == 0x80 { 0x81 } else { code });
+            let halves = [code & 15, code >> 4];
+            for (index, half) in halves.into_iter().enumerate() {
+                let number = Codes::Int4.number(code, index);
+                assert_eq!(number, f32::from(((half ^ 8) as i8) - 8));
+                assert_eq!(Codes::Int4.encode(number), if half == 8 { 9 } else { half });
+            }
         }
     }
 
@@ -287,6 +354,12 @@ mod tests {
                 (value, value + 1)
             );
         }
+        for value in -7..7i8 {
+            let middle = f32::from(value) + 0.5;
+            let even = if value % 2 == 0 { value } else { value + 1 };
+            let numbers = [middle, middle.next_down(), middle.next_up()].map(int4::encode);
+            assert_eq!(numbers, [even, value, value + 1].map(|number| number as u8 & 15));
+        }
     }
 
     #[test]
@@ -294,6 +367,7 @@ mod tests {
         for value in [448.0, 449.0, 464.0, 465.0, 1e9, f32::MAX, f32::INFINITY] {
             assert_eq!((e4m3::encode(value), e4m3::encode(-value)), (0x7E, 0xFE), "{value}");
             assert_eq!((int8::encode(value), int8::encode(-value)), (127, -127), "{value}");
+            assert_eq!((int4::encode(value), int4::encode(-value)), (7, 9), "{value}");
         }
         assert_eq!(
             (e4m3::encode(f32::NAN), e4m3::encode(-f32::NAN), int8::encode(f32::NAN)),
@@ -309,13 +383,15 @@ mod tests {
     fn descales_are_of_what_shares_them() {
         let shape = [2, 3, 2, 4];
         let values: Vec<f32> = (0..48).map(|i| (i as f32 - 20.0) * 0.25).collect();
-        for codes in [Codes::E4m3, Codes::Int8] {
+        for codes in Codes::ALL {
             for (scales, count) in
                 [(Scales::Tensor, 1), (Scales::Head, 2), (Scales::SequenceHead, 4), (Scales::TokenHead, 12)]
             {
                 let found = codes.quantize(&values, shape, scales);
-                assert_eq!((found.codes.len(), found.descales.len()), (48, count));
-                for (i, (value, &code)) in values.iter().zip(&found.codes).enumerate() {
+                let per_byte = codes.per_byte();
+                assert_eq!((found.codes.len(), found.descales.len()), (48 / per_byte, count));
+                let number = |i: usize| codes.number(found.codes[i / per_byte], i % per_byte);
+                for (i, value) in values.iter().enumerate() {
                     let (row, head) = (i / 8, i / 4 % 2);
                     let slot = match scales {
                         Scales::Tensor => 0,
@@ -327,12 +403,12 @@ mod tests {
                     // Half a step: of e4m3 2^-4 of the value, or half a subnormal.
                     let step = match codes {
                         Codes::E4m3 => (value.abs() / 16.0).max(descale / 1024.0),
-                        Codes::Int8 => descale / 2.0,
+                        Codes::Int8 | Codes::Int4 => descale / 2.0,
                     };
-                    let error = (codes.decode(code) * descale - value).abs();
-                    assert!(error <= step * 1.001, "{value} became {code} times {descale}");
+                    let error = (number(i) * descale - value).abs();
+                    assert!(error <= step * 1.001, "{value} became {} times {descale}", number(i));
                 }
-                let most = found.codes.iter().map(|&code| codes.decode(code).abs()).fold(0.0, f32::max);
+                let most = (0..48).map(|i| number(i).abs()).fold(0.0, f32::max);
                 assert_eq!(most, codes.largest());
             }
         }
@@ -340,24 +416,22 @@ mod tests {
 
     #[test]
     fn rows_of_zeros_and_of_what_is_not_finite_have_descales() {
-        for codes in [Codes::E4m3, Codes::Int8] {
+        for codes in Codes::ALL {
+            let per_byte = codes.per_byte();
             let zeros = codes.quantize(&[0.0; 4], [1, 1, 1, 4], Scales::TokenHead);
-            assert_eq!((zeros.codes, zeros.descales), (vec![0; 4], vec![f32::MIN_POSITIVE]));
+            assert_eq!((zeros.codes, zeros.descales), (vec![0; 4 / per_byte], vec![f32::MIN_POSITIVE]));
             let values = [f32::INFINITY, -2.0, f32::NAN, f32::NEG_INFINITY];
             let found = codes.quantize(&values, [1, 1, 1, 4], Scales::Tensor);
             assert_eq!(found.descales, [2.0 / codes.largest()]);
-            let numbers: Vec<f32> = found.codes.iter().map(|&code| codes.decode(code)).collect();
+            let numbers = [0, 1, 2, 3].map(|i| codes.number(found.codes[i / per_byte], i % per_byte));
             assert_eq!(
                 (numbers[0], numbers[1], numbers[3]),
                 (codes.largest(), -codes.largest(), -codes.largest())
             );
-            assert_eq!(
-                (numbers[2].is_nan(), found.codes[2]),
-                match codes {
-                    Codes::E4m3 => (true, e4m3::NAN),
-                    Codes::Int8 => (false, 0),
-                }
-            );
+            match codes {
+                Codes::E4m3 => assert_eq!(found.codes[2], e4m3::NAN),
+                Codes::Int8 | Codes::Int4 => assert_eq!(numbers[2], 0.0),
+            }
             let empty = codes.quantize(&[], [0, 3, 2, 4], Scales::SequenceHead);
             assert_eq!(empty, Quantized { codes: vec![], descales: vec![] });
         }

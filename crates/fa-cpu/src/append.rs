@@ -15,12 +15,12 @@ use crate::view::{TensorMut, TensorRef};
 use codes::{Descaling, Quantiser};
 
 /// A cache of K or V, written where rows are appended. Made from a tensor of the new rows' type or of bytes,
-/// which are the bits of codes.
+/// which hold codes.
 #[derive(Debug)]
 pub enum CacheMut<'a, T> {
     /// Elements of the type of the new rows.
     Same(TensorMut<'a, T>),
-    /// The bits of e4m3 or int8 codes.
+    /// The bytes of codes.
     Codes(TensorMut<'a, u8>),
 }
 

@@ -22,17 +22,18 @@ pub const fn q_shape(problem: &Problem) -> [usize; 4] {
     [batch, seqlen, problem.heads_q, problem.head_dim]
 }
 
-/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed, or `[pages, page,
-/// ..]`; with rows of [`Problem::head_dim_k`] where V has the other columns.
+/// Shape of K and dK, in elements of K's type: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]`
+/// packed, or `[pages, page, ..]`; with rows of [`Problem::head_dim_k`] where V has the other columns. Rows
+/// of int4 have `head_dim / 2` bytes.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
-    [batch, seqlen, problem.heads_kv, problem.head_dim_k()]
+    [batch, seqlen, problem.heads_kv, problem.types.kv.elements(problem.head_dim_k())]
 }
 
 /// Shape of V and dV: as [`k_shape`], with rows of `head_dim_v`.
 pub const fn v_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
-    [batch, seqlen, problem.heads_kv, problem.head_dim_v]
+    [batch, seqlen, problem.heads_kv, problem.types.kv.elements(problem.head_dim_v)]
 }
 
 /// Shape of O and dO: as [`q_shape`], with rows of `head_dim_v`.

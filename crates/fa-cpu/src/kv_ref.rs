@@ -1,4 +1,4 @@
-//! Q, K or V as a call gives it: elements of Q's type, or the bits of codes.
+//! Q, K or V as a call gives it: elements of Q's type, or the bytes of codes.
 
 use fa_core::{Dtype, Strides};
 
@@ -7,12 +7,13 @@ use crate::error::CpuError;
 use crate::view::TensorRef;
 
 /// K or V of a call, or Q of an fp8 one. Made from a reference to a tensor of Q's type (of fp8 that of O) or
-/// of bytes, which are the bits of codes: the problem says of which ([`fa_core::Types::kv`]).
+/// of bytes, which hold codes: the problem says which ([`fa_core::Types::kv`]). Rows of int4 codes have half
+/// as many bytes as numbers.
 #[derive(Clone, Copy, Debug)]
 pub enum KvRef<'a, T> {
     /// Elements of Q's type.
     Same(TensorRef<'a, T>),
-    /// The bits of e4m3 or int8 codes.
+    /// The bytes of codes.
     Codes(TensorRef<'a, u8>),
 }
 
@@ -37,7 +38,7 @@ impl<'a, T: Element> KvRef<'a, T> {
         }
     }
 
-    /// The bits, where they are those of codes.
+    /// The bytes, where they are those of codes.
     pub fn codes(&self) -> Option<&TensorRef<'a, u8>> {
         match self {
             KvRef::Codes(tensor) => Some(tensor),

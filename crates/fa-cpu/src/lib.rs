@@ -13,7 +13,7 @@
 //! [`batch`] says where the rows of each sequence lie.
 //!
 //! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16. K and V may be
-//! codes of 8 bits ([`KvRef`]), which the forward decodes tile by tile, and beside them Q.
+//! codes ([`KvRef`]), which the forward decodes tile by tile, and beside them Q.
 //!
 //! ```
 //! use fa_core::{Dtype, Mask, Problem, TensorLayout};

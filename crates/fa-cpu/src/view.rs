@@ -82,7 +82,16 @@ impl<'a, T: Copy> Row<'a, T> {
 
     /// Appends the elements as `number` makes them numbers.
     pub(crate) fn append<R>(&self, number: impl Fn(T) -> R, to: &mut Vec<R>) {
-        to.extend((0..self.len as i64).map(|at| number(self.data[(self.first + at * self.step) as usize])));
+        to.extend(self.elements().map(number));
+    }
+
+    /// The same where an element has several.
+    pub(crate) fn append_all<R, I: Iterator<Item = R>>(&self, numbers: impl Fn(T) -> I, to: &mut Vec<R>) {
+        to.extend(self.elements().flat_map(numbers));
+    }
+
+    fn elements(&self) -> impl Iterator<Item = T> {
+        (0..self.len as i64).map(|at| self.data[(self.first + at * self.step) as usize])
     }
 }
 

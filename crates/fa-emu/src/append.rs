@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
+use fa_core::quantize::Codes;
 use fa_core::{Arch, Strides, TensorLayout};
-use fa_kernels::{APPEND, APPEND_CODES, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
+use fa_kernels::{AppendLaunch, Headers, RawAppendArgs, RawTensor, Source, append_entry};
 
 use crate::compiler::Compiler;
 use crate::error::Error;
@@ -46,13 +47,10 @@ impl AppendUnit {
         machine: Arc<Machine>,
         arch: Arch,
         headers: &Headers,
-        codes: bool,
+        codes: Option<Codes>,
     ) -> Result<AppendUnit, Error> {
-        let (source, entry) = match codes {
-            true => (Source::append_codes(arch, headers)?, APPEND_CODES),
-            false => (Source::append(arch, headers)?, APPEND),
-        };
-        Ok(AppendUnit(Single::load(compiler, machine, arch, &source, entry)?))
+        let source = Source::append(codes, arch, headers)?;
+        Ok(AppendUnit(Single::load(compiler, machine, arch, &source, append_entry(codes))?))
     }
 
     /// Runs a call; returns the findings (races, accesses out of bounds, ...).

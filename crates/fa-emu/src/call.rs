@@ -4,12 +4,12 @@ use fa_core::Strides;
 use fa_core::program::OwnedInputs;
 use fa_cpu::OwnedExtras;
 
-/// One tensor of a call, as elements of 16 bits or codes of 8.
+/// One tensor of a call, as elements of 16 bits or bytes of codes.
 #[derive(Clone, Copy, Debug)]
 pub enum Given<'a> {
     /// An input.
     Input(&'a [u16], Strides),
-    /// An input of 8-bit codes.
+    /// An input of codes.
     Codes(&'a [u8], Strides),
     /// An output of this many elements.
     Output(usize, Strides),

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use fa_core::quantize::Codes;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Headers, Source};
 
@@ -55,20 +56,17 @@ impl Emulator {
         self.unit_of(spec, arch, &source(spec, arch, headers)?)
     }
 
-    /// The append kernel for `arch`, compiled now or before.
+    /// The append kernel for `arch` and a cache of codes, or of elements, compiled now or before.
     ///
     /// # Errors
     /// As [`Emulator::unit`].
-    pub fn append_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
-        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers, false)
-    }
-
-    /// The append kernel of caches of 8-bit codes for `arch`, compiled now or before.
-    ///
-    /// # Errors
-    /// As [`Emulator::unit`].
-    pub fn append_codes_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
-        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers, true)
+    pub fn append_unit(
+        &self,
+        codes: Option<Codes>,
+        arch: Arch,
+        headers: &Headers,
+    ) -> Result<AppendUnit, Error> {
+        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers, codes)
     }
 
     /// The merge kernel for `arch`, compiled now or before.

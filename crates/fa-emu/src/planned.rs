@@ -68,7 +68,7 @@ impl Planned {
                 let queries = tiles * rows * row * f64::from(spec.elem_bytes());
                 // A row of codes has up to two descales.
                 let of_row = if spec.reads_codes() { 2.0 * 4.0 } else { 0.0 };
-                let keys = steps * n * (key_row * spec.types.kv.bytes() as f64 + of_row);
+                let keys = steps * n * (key_row * spec.types.kv.bytes_per_number() + of_row);
                 let apart = spec.reads_codes() && by_tma;
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (hd + hdv),

@@ -49,7 +49,7 @@ pub struct Trial {
 enum Values {
     /// The bits of 16.
     Halves(Vec<u16>),
-    /// Codes of 8 bits.
+    /// Bytes of codes.
     Codes(Vec<u8>),
 }
 
@@ -130,7 +130,7 @@ impl Trial {
         match problem.types.wide() {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
             Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
-            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => {
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
                 panic!("kernels take 16-bit types, not {dtype}")
             }
         }
@@ -154,7 +154,7 @@ impl Trial {
             Dtype::Bf16 => {
                 Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
             }
-            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => {
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
                 panic!("kernels take 16-bit types, not {dtype}")
             }
         }
@@ -261,8 +261,11 @@ impl Trial {
         let shapes = shapes(problem);
         let kinds = kinds(problem);
         let bits = [0, 1, 2].map(|i| {
-            let of = |codes: Codes| host[i].iter().map(|value| codes.encode(value.to_f32())).collect();
-            kinds[i].map_or_else(Vec::new, of)
+            let of = |codes: Codes| {
+                let values: Vec<f32> = host[i].iter().map(|value| value.to_f32()).collect();
+                codes.pack(&values, 1.0).collect()
+            };
+            kinds[i].map_or_else(Vec::<u8>::new, of)
         });
         let fits = "the tensors are the problem's";
         let view = |i: usize, name| {
@@ -345,7 +348,9 @@ impl Trial {
         Ok(match self.problem.types.wide() {
             Dtype::F16 => self.judge::<f16>(outcome),
             Dtype::Bf16 => self.judge::<bf16>(outcome),
-            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => unreachable!("no unit computes in {dtype}"),
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
+                unreachable!("no unit computes in {dtype}")
+            }
         })
     }
 

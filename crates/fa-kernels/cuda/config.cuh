@@ -4,7 +4,7 @@
 
 namespace fa {
 
-enum class Dtype { F32, F16, Bf16, E4m3, Int8 };
+enum class Dtype { F32, F16, Bf16, E4m3, Int8, Int4 };
 
 enum class MaskKind { Full, Causal, Window };
 
@@ -64,9 +64,9 @@ struct Sm80FwdConfig {
     // With `fast_math`: divide exactly at the end all the same.
     bool exact_div;
     // The warps divide the keys of a step, 16 or 32 to each, and each has all rows: for few rows, as in
-    // decoding. Codes of 8 bits are converted in registers.
+    // decoding. Codes are converted in registers.
     bool divide_keys;
-    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    // Type of K and V in device memory: `dtype`, or codes.
     Dtype kv_dtype;
 };
 
@@ -139,7 +139,7 @@ struct Sm90FwdConfig {
     bool skips_blocks;
     // V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill.
     bool shifts_values;
-    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    // Type of K and V in device memory: `dtype`, or codes.
     Dtype kv_dtype;
     // Stages of codes in flight; 0 for K and V of 16 bits.
     int code_stages;

@@ -253,7 +253,7 @@ pub enum Error {
         /// The largest.
         limit: usize,
     },
-    /// Something of an 8-bit problem that GPU kernels do not compute.
+    /// Something of a problem of codes that GPU kernels do not compute.
     #[error("{}", Unserved::Codes { dtype: *dtype, what, value: value.clone(), need })]
     Codes {
         /// Type of K and V.

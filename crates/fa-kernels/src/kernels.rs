@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
+use fa_core::quantize::Codes;
 use fa_core::{Append, Arch, ArchLimits, KernelSpec, LaunchPlan, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
-use crate::jit::source::{APPEND, APPEND_CODES, DROPOUT, MERGE, Source};
+use crate::jit::source::{DROPOUT, MERGE, Source, append_entry};
 use crate::launch::Launches;
 use crate::launch::append::{AppendLaunch, BoundAppend};
 use crate::launch::call::{Backward, Forward};
@@ -32,6 +33,7 @@ pub struct Kernels {
     loaded: Mutex<HashMap<KernelSpec, Arc<OnceLock<Arc<LoadedKernel>>>>>,
     append: OnceLock<Arc<Single>>,
     append_codes: OnceLock<Arc<Single>>,
+    append_int4: OnceLock<Arc<Single>>,
     merge: OnceLock<Arc<Single>>,
     dropout: OnceLock<Arc<Single>>,
 }
@@ -63,6 +65,7 @@ impl Kernels {
             loaded: Mutex::default(),
             append: OnceLock::new(),
             append_codes: OnceLock::new(),
+            append_int4: OnceLock::new(),
             merge: OnceLock::new(),
             dropout: OnceLock::new(),
         })
@@ -86,6 +89,7 @@ impl Kernels {
             loaded: Mutex::default(),
             append: OnceLock::new(),
             append_codes: OnceLock::new(),
+            append_int4: OnceLock::new(),
             merge: OnceLock::new(),
             dropout: OnceLock::new(),
         })
@@ -141,10 +145,14 @@ impl Kernels {
     /// [`Error::Append`], and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
         append.check_on_gpu()?;
-        let kernel = match append.codes {
-            Some(_) => self.single(&self.append_codes, APPEND_CODES, Source::append_codes)?,
-            None => self.single(&self.append, APPEND, Source::append)?,
+        let codes = append.codes.map(|codes| codes.kind);
+        let slot = match codes {
+            None => &self.append,
+            Some(Codes::E4m3 | Codes::Int8) => &self.append_codes,
+            Some(Codes::Int4) => &self.append_int4,
         };
+        let source = |arch: Arch, headers: &Headers| Source::append(codes, arch, headers);
+        let kernel = self.single(slot, append_entry(codes), source)?;
         Ok(BoundAppend::new(kernel, AppendLaunch::new(append, self.sms)?))
     }
 
@@ -175,7 +183,7 @@ impl Kernels {
         &self,
         slot: &OnceLock<Arc<Single>>,
         name: &str,
-        source: fn(Arch, &Headers) -> Result<Source, Error>,
+        source: impl FnOnce(Arch, &Headers) -> Result<Source, Error>,
     ) -> Result<Arc<Single>, Error> {
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());

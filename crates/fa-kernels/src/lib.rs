@@ -102,7 +102,7 @@ pub use jit::cubin::entry_codes;
 pub use jit::headers::{HEADERS_VARIABLE, Headers};
 pub use jit::program_params::MAX_ARRAYS;
 pub use jit::report::{Fault, Report};
-pub use jit::source::{APPEND, APPEND_CODES, DROPOUT, ENTRY, MERGE, Source};
+pub use jit::source::{APPEND, APPEND_CODES, APPEND_INT4, DROPOUT, ENTRY, MERGE, Source, append_entry};
 pub use jit::{bundle, cache, cache::Cache, params, program_params, ship, toolchain};
 pub use kernels::Kernels;
 pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};

@@ -59,7 +59,7 @@ const PASSES: [Pass; 3] =
     [Pass::Forward, Pass::Backward { deterministic: false }, Pass::Backward { deterministic: true }];
 
 /// Every kind of problem: passes, families, head dims, masks; short and long sequences of both types; lengths
-/// on the device, pages, decoding; soft caps, slopes and sinks, each and some together; K and V in 8 bits,
+/// on the device, pages, decoding; soft caps, slopes and sinks, each and some together; K and V in codes,
 /// and Q as well.
 pub fn kinds() -> Vec<Kind> {
     let mut kinds = Vec::new();

@@ -1,4 +1,4 @@
-//! Which tensors of a problem hold codes of 8 bits, and what their values and descales are like.
+//! Which tensors of a problem hold codes, and what their values and descales are like.
 
 use fa_core::quantize::Codes;
 use fa_core::{DescaleForm, Problem};
@@ -15,6 +15,7 @@ pub fn spread(codes: Codes) -> f32 {
     match codes {
         Codes::E4m3 => 1.0,
         Codes::Int8 => 32.0,
+        Codes::Int4 => 2.5,
     }
 }
 

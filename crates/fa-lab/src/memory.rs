@@ -79,8 +79,9 @@ impl<T: Half> Inputs<T> {
         [0, 1, 2].map(|i| {
             let codes = kinds[i]?;
             // On this thread: it may hold the GPU, and would wait for itself if rayon gave it another case.
-            let bits = self.values[i].iter().map(|value| codes.encode(value.to_f32()));
-            Some(store(&bits.collect::<Vec<u8>>(), if i == 0 { q } else { k }, &self.placements[i]))
+            let values: Vec<f32> = self.values[i].iter().map(|value| value.to_f32()).collect();
+            let bytes: Vec<u8> = codes.pack(&values, 1.0).collect();
+            Some(store(&bytes, if i == 0 { q } else { k }, &self.placements[i]))
         })
     }
 

@@ -45,13 +45,13 @@ impl Sequences {
         Lengths::of(self.q.sequences(), self.q.side(), self.k.side())
     }
 
-    /// Shapes of Q, K, V and O in memory: see [`Ragged::shape`].
+    /// Shapes of Q, K, V and O in memory, in elements: see [`Ragged::shape`].
     pub fn shapes(&self, problem: &Problem) -> [[usize; 4]; 4] {
-        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, types, .. } = *problem;
         [
             self.q.shape(heads_q, head_dim),
-            self.k.shape(heads_kv, problem.head_dim_k()),
-            self.k.shape(heads_kv, head_dim_v),
+            self.k.shape(heads_kv, types.kv.elements(problem.head_dim_k())),
+            self.k.shape(heads_kv, types.kv.elements(head_dim_v)),
             self.q.shape(heads_q, head_dim_v),
         ]
     }

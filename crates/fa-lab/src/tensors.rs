@@ -2,6 +2,7 @@
 
 use fa_attn::device::{Half, Placement};
 use fa_core::program::{self, OwnedInputs};
+use fa_core::quantize::Codes;
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
@@ -23,7 +24,9 @@ macro_rules! with_half {
                 type $T = half::bf16;
                 $body
             }
-            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 => $other,
+            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 | fa_core::Dtype::Int4 => {
+                $other
+            }
         }
     };
 }
@@ -87,10 +90,12 @@ impl<T: Half> Inputs<T> {
     ) -> Inputs<T> {
         let values = [0usize, 1, 2].map(|i| {
             let rows = if i == 0 { &sequences.q } else { &sequences.k };
-            let [_, _, heads, dim] = placements[i].shape;
+            let mut numbers = placements[i];
+            numbers.shape[3] *= kinds(problem)[i].map_or(1, Codes::per_byte);
+            let [_, _, heads, dim] = numbers.shape;
             let len = rows.total() * heads * dim;
             let mut values = normal(len, seed.wrapping_mul(3).wrapping_add(i as u64));
-            repeat_broadcast(&mut values, &placements[i]);
+            repeat_broadcast(&mut values, &numbers);
             values
         });
         let mods = Mods::random(problem, &sequences, seed);

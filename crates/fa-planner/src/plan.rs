@@ -283,13 +283,13 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
     )
 }
 
-/// The most query rows of a K/V head, heads of a group included, for which keys in 8 bits are left to the
+/// The most query rows of a K/V head, heads of a group included, for which keys in codes are left to the
 /// SM80 class: a tile of its forward.
 const FEW_ROWS: usize = 64;
 
 /// The families whose kernels are tried for a forward or backward on `arch` where none is named, in order:
 /// the fastest that the architecture runs, and where none of its kernels fits, the SM80 class, which runs
-/// everywhere. A few rows over an 8-bit K and V are the other way about: what takes time is the conversion of
+/// everywhere. A few rows over K and V in codes are the other way about: what takes time is the conversion of
 /// codes, which all warps of the SM80 class share and a single warpgroup of the SM90 kernel does (64 x 4k,
 /// 32:8 heads of 128 on an H200: 151 and 326 us, NB-176). The cost model knows one family at a time and does
 /// not tell.

@@ -23,7 +23,7 @@ pub const SHIPPED: &str = include_str!("refusals/nvrtc-13.0.txt");
 /// Parameters by which refusals are found: every refusal names them.
 pub const KEYS: [&str; 4] = ["head_dim", "head_dim_v", "tile_m", "tile_n"];
 
-/// The parameter that says which codes K and V are: `e4m3`, `int8`, or [`NO_CODES`].
+/// The parameter that says which codes K and V are: `e4m3`, `int8`, `int4`, or [`NO_CODES`].
 pub const KV_DTYPE: &str = "kv_dtype";
 
 /// The value of [`KV_DTYPE`] where K and V have Q's type.

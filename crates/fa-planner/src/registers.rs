@@ -58,7 +58,7 @@ impl SetMaxNReg {
         }
     }
 
-    /// The split of a forward whose producers convert codes of 8 bits.
+    /// The split of a forward whose producers convert codes.
     pub const fn with_codes(num_wg: u32, head_dim_v: u32) -> SetMaxNReg {
         match num_wg {
             2 if head_dim_v > 128 => SetMaxNReg { mma: 216, producer: 72 },

@@ -1,4 +1,4 @@
-//! K and V in 8 bits: the bits of O and LSE are those of the same kernel on the numbers that the codes stand
+//! K and V in codes: the bits of O and LSE are those of the same kernel on the numbers that the codes stand
 //! for, in every layout; an append quantises as the CPU does.
 
 use fa_attn::device::{BindOptions, DeviceExtras, DeviceForward, DeviceOutput, Gpu, Placement, shapes};
@@ -50,20 +50,25 @@ fn alike(gpu: &Gpu, forward: &Forward, plain: &Problem) -> Forward {
 fn check(gpu: &Gpu, name: &str, problem: &Problem, extras: &OwnedExtras, kind: Codes, family: Family) {
     // Terms of a soft cap by a polynomial would be those of a descale.
     let plain = problem.with_score(problem.score.with_softcap(None));
+    // Rows of codes are whole 16 bytes.
+    let whole = |dim: usize| if kind == Codes::Int4 { dim.next_multiple_of(32) } else { dim };
+    let plain = plain.with_head_dims(whole(plain.head_dim), whole(plain.head_dim_v));
     let own = plain
         .with_types(Types::same(Dtype::Bf16).with_kv(kind.dtype()))
         .with_descales(Descales::both(DescaleForm::Head));
     let [q, k, v, _] = values(&plain, &extras.view());
-    let scale = if kind == Codes::Int8 { 50.0 } else { 1.0 };
+    let (scale, small) = match kind {
+        Codes::E4m3 => (1.0, 1.0),
+        Codes::Int8 => (50.0, 1.0 / 64.0),
+        Codes::Int4 => (3.0, 0.25),
+    };
     let codes = [&k, &v].map(|values| -> Vec<u8> {
-        values.iter().map(|value| kind.encode(value.to_f32() * scale)).collect()
+        kind.pack(&values.iter().map(|value| value.to_f32()).collect::<Vec<_>>(), scale).collect()
     });
     let dims = [plain.head_dim, plain.head_dim_v];
-    let small = if kind == Codes::Int8 { 1.0 / 64.0 } else { 1.0 };
     let numbers = [0, 1].map(|side| -> Vec<bf16> {
-        let number =
-            |(i, &code): (usize, &u8)| kind.decode(code) * DESCALES[i / dims[side] % plain.heads_kv] * small;
-        codes[side].iter().enumerate().map(number).map(bf16::from_f32).collect()
+        let number = |(i, number): (usize, f32)| number * DESCALES[i / dims[side] % plain.heads_kv] * small;
+        kind.numbers(&codes[side]).enumerate().map(number).map(bf16::from_f32).collect()
     });
     let descales = Some(DESCALES.map(|descale| descale * small).to_vec());
     let coded = OwnedExtras { k_descale: descales.clone(), v_descale: descales, ..extras.clone() };
@@ -111,6 +116,18 @@ fn int8_codes_give_the_bits_of_their_numbers_by_wgmma() {
     check_all(Codes::Int8, Family::Sm90);
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn int4_codes_give_the_bits_of_their_numbers_by_mma_sync() {
+    check_all(Codes::Int4, Family::Sm80);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn int4_codes_give_the_bits_of_their_numbers_by_wgmma() {
+    check_all(Codes::Int4, Family::Sm90);
+}
+
 /// Host tensors through the engine, with a descale per row: as the CPU's, within the rounding of a row.
 #[test]
 #[ignore = "needs a GPU"]
@@ -153,7 +170,7 @@ fn host_tensors_in_8_bits_are_computed_as_on_the_cpu() {
 #[ignore = "needs a GPU"]
 fn appended_codes_have_the_bits_of_the_cpus() {
     let engine = Engine::with(Backend::Gpu).unwrap();
-    for kind in [Codes::E4m3, Codes::Int8] {
+    for kind in Codes::ALL {
         let codes = Some(CacheCodes { kind, descales: Descales::both(DescaleForm::TokenHead) });
         let append = Append {
             sequences: 2,

@@ -1,7 +1,8 @@
-//! K and V, or Q as well, of candle's F8E4M3.
+//! K and V, or Q as well, of candle's F8E4M3, and K and V in bytes of two int4 codes.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fa_candle::{Options, attention};
+use fa_core::quantize::Codes;
 
 use crate::materialised::{Scores, assert_close, attention as materialised, values};
 
@@ -30,6 +31,35 @@ fn codes_are_multiplied_by_their_descales() -> Result<()> {
         let need = materialised(&q, &decoded(&k, of_k)?, &decoded(&v, of_v)?, SCALE, Scores::CAUSAL)?.0;
         assert_close("codes", &out, &need, 1e-5);
     }
+    Ok(())
+}
+
+#[test]
+fn bytes_are_two_codes_each() -> Result<()> {
+    let q = values((2, 5, 6, 16), 1);
+    let device = &Device::Cpu;
+    let shape = (2, 37, 2, 8);
+    let [k, v] = [2u32, 3].map(|seed| {
+        let bytes: Vec<u8> =
+            (0..2 * 37 * 2 * 8).map(|i: u32| (i.wrapping_mul(2654435761 + 2 * seed) >> 9) as u8).collect();
+        let numbers: Vec<f32> = Codes::Int4.numbers(&bytes).collect();
+        Ok::<_, candle_core::Error>([
+            Tensor::from_vec(bytes, shape, device)?,
+            Tensor::from_vec(numbers, (2, 37, 2, 16), device)?,
+        ])
+    });
+    let ([k4, k], [v4, v]) = (k?, v?);
+    let rows = Tensor::rand(0.02f32, 0.2, (2, 37, 2), device)?;
+    let options = Options::causal(SCALE).with_k_descale(Some(&rows)).with_v_descale(Some(&rows));
+    let out = attention(&q, &k4, &v4, &options)?;
+    let decoded = |numbers: &Tensor| numbers.broadcast_mul(&rows.unsqueeze(3)?);
+    let need = materialised(&q, &decoded(&k)?, &decoded(&v)?, SCALE, Scores::CAUSAL)?.0;
+    assert_close("codes", &out, &need, 1e-5);
+    let error = attention(&q, &k4.narrow(3, 0, 4)?, &v4, &options).unwrap_err().to_string();
+    assert!(error.contains("(2, 37, 2, 8)") || error.contains("[2, 37, 2, 8]"), "{error}");
+    let fp8 = q.to_dtype(DType::F8E4M3)?;
+    let error = attention(&fp8, &k4, &v4, &Options::causal(SCALE)).unwrap_err().to_string();
+    assert!(error.contains("k holds U8") && error.contains("the type of q"), "{error}");
     Ok(())
 }
 

@@ -137,7 +137,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
-            Dtype::E4m3 | Dtype::Int8 => unreachable!("the shapes' flags refuse it"),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => unreachable!("the shapes' flags refuse it"),
         }?;
         timings.extend(measured.into_iter().map(|timing| (problem, timing)));
         destinations.keep(&Report::of(&machine, &timings))?;
@@ -267,9 +267,11 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
     let shapes = [(q_shape(problem), types.q), (k_shape(problem), types.kv), (v_shape(problem), types.kv)];
     let [q, k, v] = shapes.map(|(shape, dtype)| match Codes::of(dtype) {
         Some(codes) => {
+            let [batch, seqlen, heads, elements] = shape;
+            let drawn = tensor([batch, seqlen, heads, elements * codes.per_byte()]);
+            let values: Vec<f32> = drawn.data.iter().map(|value| value.to_f32()).collect();
             // As with a descale of amax / largest, for an amax of some five.
-            let encoded = |value: &T| codes.encode(value.to_f32() * codes.largest() / 5.0);
-            let data = tensor(shape).data.iter().map(encoded).collect();
+            let data = codes.pack(&values, codes.largest() / 5.0).collect();
             KvTensor::Codes(Tensor { data, shape, layout }, codes)
         }
         None => KvTensor::Same(tensor(shape)),

@@ -102,7 +102,8 @@ each query sees (sparse attention), counted over its pages; others than its rows
 the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
   k_descale, v_descale         f32 [heads_kv], [batch, heads_kv] or one for each row of each head, in the \
-shape of k without dim: k and v are F8_E4M3 or I8, and each value is its code times this [default: 1]
+shape of k without dim: k and v are F8_E4M3, I8, or U8 of half as many columns (int4, two codes to a byte, \
+the first in the lower half), and each value is its code times this [default: 1]
   q_descale                    f32 [heads_kv] or [batch, heads_kv]: q is F8_E4M3 as k and v are
   k_new, v_new                 [batch, new, heads_kv, dim], or packed with cu_seqlens_k_new: appended to the \
 cache k, v behind the cache_seqlens keys that it holds, before attention; the output file has k, v and \

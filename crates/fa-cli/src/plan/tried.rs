@@ -167,7 +167,7 @@ impl Shown for Tried {
     }
 }
 
-/// What K and V in 8 bits and their descales take of a problem's memory.
+/// What K and V in codes and their descales take of a problem's memory.
 fn of_codes(problem: &Problem) -> String {
     if !problem.types.kv.is_code() {
         return String::new();

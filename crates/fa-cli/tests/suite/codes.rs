@@ -1,47 +1,45 @@
-//! `fa run`, `fa check`, `fa plan` and `fa bench` on K and V of 8 bits.
+//! `fa run`, `fa check`, `fa plan` and `fa bench` on K and V in codes.
 
 use std::path::PathBuf;
 
-use fa_core::quantize::{Codes, e4m3};
+use fa_core::quantize::Codes;
 
 use crate::common::{Dir, Tensor, fa, noise, read, refused};
 
 const Q: [usize; 4] = [2, 3, 4, 16];
 const K: [usize; 4] = [2, 40, 2, 16];
 
-/// Codes as a file has them: bits of e4m3, numbers of int8.
-fn codes(kind: Codes, seed: u64) -> Vec<f64> {
-    let code = |value: f64| kind.encode(value as f32 * kind.largest());
-    let of_file = |bits: u8| if kind == Codes::Int8 { f64::from(bits as i8) } else { f64::from(bits) };
-    noise(seed, K.iter().product()).into_iter().map(|value| of_file(code(value))).collect()
-}
-
-fn number(kind: Codes, value: f64) -> f64 {
-    if kind == Codes::Int8 { value } else { f64::from(e4m3::decode(value as u8)) }
+/// Codes as a file has them, bytes or numbers of int8, and the numbers that they are.
+fn codes(kind: Codes, seed: u64) -> (Vec<f64>, Vec<f64>) {
+    let values = noise(seed, K.iter().product()).into_iter().map(|value| value as f32);
+    let bytes: Vec<u8> = kind.pack(&values.collect::<Vec<_>>(), kind.largest()).collect();
+    let of_file = |&bits: &u8| if kind == Codes::Int8 { f64::from(bits as i8) } else { f64::from(bits) };
+    (bytes.iter().map(of_file).collect(), kind.numbers(&bytes).map(f64::from).collect())
 }
 
 #[test]
 fn codes_of_a_file_are_decoded_and_multiplied() {
     let folder = Dir::new();
-    for (kind, stored) in [(Codes::E4m3, "F8_E4M3"), (Codes::Int8, "I8")] {
+    for (kind, stored) in [(Codes::E4m3, "F8_E4M3"), (Codes::Int8, "I8"), (Codes::Int4, "U8")] {
+        let of_kv = [K[0], K[1], K[2], K[3] / kind.per_byte()];
         for shape in [&[2][..], &[2, 2], &[2, 40, 2]] {
-            let (k, v) = (codes(kind, 1), codes(kind, 2));
+            let ((k, of_k), (v, of_v)) = (codes(kind, 1), codes(kind, 2));
             let count = shape.iter().product();
             let descale: Vec<f64> = (0..count).map(|i| (0.01 + i as f64 / 4096.0) as f32 as f64).collect();
-            let decoded = |codes: &[f64]| -> Vec<f64> {
-                let one = |(at, &code): (usize, &f64)| {
+            let decoded = |numbers: &[f64]| -> Vec<f64> {
+                let one = |(at, &number): (usize, &f64)| {
                     let (sequence, row, head) = (at / 16 / 2 / 40, at / 16 / 2, at / 16 % 2);
                     let slot = [head, sequence * 2 + head, row * 2 + head][shape.len() - 1];
-                    number(kind, code) * descale[slot]
+                    number * descale[slot]
                 };
-                codes.iter().enumerate().map(one).collect()
+                numbers.iter().enumerate().map(one).collect()
             };
             let q: Tensor = ("q", "F32", &Q, noise(3, Q.iter().product()));
             let scales =
                 [("k_descale", "F32", shape, descale.clone()), ("v_descale", "F32", shape, descale.clone())];
+            let plain = [q.clone(), ("k", "F32", &K, decoded(&of_k)), ("v", "F32", &K, decoded(&of_v))];
             let [of_k, of_v] = scales;
-            let given = [q.clone(), ("k", stored, &K, k.clone()), ("v", stored, &K, v.clone()), of_k, of_v];
-            let plain = [q, ("k", "F32", &K, decoded(&k)), ("v", "F32", &K, decoded(&v))];
+            let given = [q, ("k", stored, &of_kv, k), ("v", stored, &of_kv, v), of_k, of_v];
             let (given, plain) = (folder.write("given", &given), folder.write("plain", &plain));
             for backend in ["cpu", "reference"] {
                 let outputs = [&given, &plain].map(|input| {
@@ -111,11 +109,11 @@ fn new_rows_of_a_file_are_quantised() {
 #[test]
 fn fp8_tensors_of_a_file_are_decoded_and_multiplied() {
     let folder = Dir::new();
-    let q: Vec<f64> = codes(Codes::E4m3, 5)[..384].to_vec();
-    let (k, v) = (codes(Codes::E4m3, 1), codes(Codes::E4m3, 2));
+    let (q, numbers_q) = codes(Codes::E4m3, 5);
+    let ((k, numbers_k), (v, numbers_v)) = (codes(Codes::E4m3, 1), codes(Codes::E4m3, 2));
     let (of_q, of_kv) = ([0.01, 0.02, 0.005, 0.0025], [0.01, 0.004]);
-    let decoded = |codes: &[f64], descale: &dyn Fn(usize) -> f64| -> Vec<f64> {
-        codes.iter().enumerate().map(|(at, &code)| number(Codes::E4m3, code) * descale(at)).collect()
+    let decoded = |numbers: &[f64], descale: &dyn Fn(usize) -> f64| -> Vec<f64> {
+        numbers.iter().enumerate().map(|(at, &number)| number * descale(at)).collect()
     };
     // Four query heads of 16 elements, of which two read a K/V head; three rows of a sequence.
     let q_of = |at: usize| f64::from(of_q[at / (3 * 4 * 16) * 2 + at / 32 % 2] as f32);
@@ -123,9 +121,9 @@ fn fp8_tensors_of_a_file_are_decoded_and_multiplied() {
     let given = folder.write(
         "given",
         &[
-            ("q", "F8_E4M3", &Q, q.clone()),
-            ("k", "F8_E4M3", &K, k.clone()),
-            ("v", "F8_E4M3", &K, v.clone()),
+            ("q", "F8_E4M3", &Q, q[..384].to_vec()),
+            ("k", "F8_E4M3", &K, k),
+            ("v", "F8_E4M3", &K, v),
             ("q_descale", "F32", &[2, 2], of_q.to_vec()),
             ("k_descale", "F32", &[2], of_kv.to_vec()),
             ("v_descale", "F32", &[2], of_kv.to_vec()),
@@ -134,9 +132,9 @@ fn fp8_tensors_of_a_file_are_decoded_and_multiplied() {
     let plain = folder.write(
         "plain",
         &[
-            ("q", "F32", &Q, decoded(&q, &q_of)),
-            ("k", "F32", &K, decoded(&k, &kv_of)),
-            ("v", "F32", &K, decoded(&v, &kv_of)),
+            ("q", "F32", &Q, decoded(&numbers_q[..384], &q_of)),
+            ("k", "F32", &K, decoded(&numbers_k, &kv_of)),
+            ("v", "F32", &K, decoded(&numbers_v, &kv_of)),
         ],
     );
     for backend in ["cpu", "reference"] {
@@ -168,7 +166,13 @@ fn refusals_name_the_tensor_or_the_flag() {
     let k = |name, stored| (name, stored, &K[..], vec![1.0; 2560]);
     let one = |len: usize| vec![1.0; len];
     for (tensors, flags, parts) in [
-        (vec![q(), k("k", "U8"), k("v", "U8")], "", vec!["tensor 'k'", "F8_E4M3 or I8"]),
+        (vec![q(), k("k", "I32"), k("v", "I32")], "", vec!["tensor 'k'", "F8_E4M3, I8, or U8 (int4"]),
+        // Two codes to a byte: 16 bytes are 32 columns.
+        (
+            vec![q(), k("k", "U8"), k("v", "U8")],
+            "",
+            vec!["tensor 'k'", "head_dim must be q's", "[2, 40, 2, 8]"],
+        ),
         (
             vec![("q", "F8_E4M3", &Q, one(384)), k("k", "F8_E4M3"), k("v", "I8")],
             "",
@@ -198,7 +202,7 @@ fn refusals_name_the_tensor_or_the_flag() {
         (
             vec![q(), k("k", "I8"), k("v", "I8"), ("dout", "F32", &Q, one(384))],
             "--backward",
-            vec!["8-bit K and V have no gradients", "leave --backward out"],
+            vec!["K and V in codes have no gradients", "leave --backward out"],
         ),
     ] {
         let input = folder.write("given", &tensors);
@@ -206,17 +210,23 @@ fn refusals_name_the_tensor_or_the_flag() {
     }
     refused(&fa("plan --kv-descale head"), &["--kv-descale", "add --kv-dtype"], "plan");
     let other = fa("plan --kv-dtype f16");
-    assert!(other.code == 2 && other.stderr.contains("no type of codes: use e4m3 or int8"), "{other:?}");
+    assert!(
+        other.code == 2 && other.stderr.contains("no type of codes: use e4m3, int8 or int4"),
+        "{other:?}"
+    );
     refused(&fa("bench --dtype int8 --backend cpu"), &["int8 is of K and V alone", "--kv-dtype"], "bench");
     let odd = fa("bench --dtype f16 --out-dtype f32 --backend cpu");
     refused(&odd, &["out_dtype is f32 and dtype is f16"], "bench");
     let fp8 = "bench --backend cpu --headdim 16 --seqlen 1x64 --heads 2 --seconds 0.001 --dtype e4m3";
     assert!(fa(fp8).good().contains("e4m3"));
-    let flags = "--headdim 16 --seqlen 1x64 --heads 2 --seconds 0.001 --kv-dtype int8";
-    let text = fa(&format!("bench --backend cpu {flags} --kv-descale token_head")).good();
-    assert!(text.contains("f32/int8"), "{text}");
+    let flags = |kv: &str| format!("--headdim 16 --seqlen 1x64 --heads 2 --seconds 0.001 --kv-dtype {kv}");
+    for kv in ["int8", "int4"] {
+        let text = fa(&format!("bench --backend cpu {} --kv-descale token_head", flags(kv))).good();
+        assert!(text.contains(&format!("f32/{kv}")), "{text}");
+    }
+    let flags = flags("int8");
     let both = fa(&format!("bench --backend cpu {flags} --mode both"));
-    refused(&both, &["8-bit K and V have no gradients"], "bench");
+    refused(&both, &["K and V in codes have no gradients"], "bench");
 }
 
 #[test]
@@ -241,6 +251,8 @@ fn plans_show_the_peak_of_8_bits_and_the_bytes_of_codes() {
     assert!(of_rows.contains("(537 MB of codes of K and V, 16.8 MB of descales)"), "{of_rows}");
     assert!(shown("head").contains("(537 MB of codes of K and V, 64.0 B of descales)"));
     assert!(shown("none").contains("(537 MB of codes of K and V)"));
+    let half = fa(&decode.replace("int8", "int4")).stdout;
+    assert!(half.contains("(268 MB of codes of K and V, 64.0 B of descales)"), "{half}");
 }
 
 #[test]

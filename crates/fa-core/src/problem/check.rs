@@ -91,7 +91,7 @@ impl Problem {
         Ok(())
     }
 
-    /// [`Problem::check`], and that there is such a pass of it: 8-bit tensors have no gradients.
+    /// [`Problem::check`], and that there is such a pass of it: codes have no gradients.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -100,9 +100,14 @@ impl Problem {
         if pass.is_backward() { Ok(self.types.check_gradients()?) } else { Ok(()) }
     }
 
-    /// Descales are of codes.
+    /// Descales are of codes, and rows of K and V are whole elements.
     fn check_codes(&self) -> Result<(), ProblemError> {
         let (of_q, dtype) = (self.types.q, self.types.kv);
+        for (name, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
+            if !value.is_multiple_of(dtype.per_element()) {
+                return Err(ProblemError::OddRow { name, value, dtype });
+            }
+        }
         if let (Some((name, _)), false) = (self.descales.first_of_kv(), dtype.is_code()) {
             return Err(ProblemError::Descale { name, dtype });
         }
@@ -179,6 +184,18 @@ mod tests {
     use super::*;
     use crate::{Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
+    #[test]
+    fn rows_of_codes_end_with_a_byte() {
+        let int4 = BASE.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::Int4));
+        assert_eq!(int4.with_head_dims(34, 2).check(), Ok(()));
+        for (problem, name) in
+            [(int4.with_head_dim(33), "head_dim = 33"), (int4.with_head_dim_v(1), "head_dim_v = 1")]
+        {
+            let text = problem.check().expect_err("must be refused").to_string();
+            assert!(text.starts_with(name) && text.contains("in int4") && text.contains("even"), "{text}");
+        }
+    }
+
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
     #[test]
@@ -220,16 +237,17 @@ mod tests {
             (fp8.with_out(Dtype::Int8), "out_dtype is int8 and dtype is e4m3: O of an fp8 forward"),
             (Types::fp8(Dtype::Bf16).with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is e4m3"),
             (Types::same(Dtype::Int8), "dtype is int8 and dtype is int8: Q has no integer codes"),
+            (Types::same(Dtype::Int4), "dtype is int4 and dtype is int4: Q has no integer codes"),
         ] {
             refused(BASE.with_types(types), part);
         }
-        for (q, kv) in [(Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Int8), (Dtype::F32, Dtype::E4m3)] {
+        for (q, kv) in [(Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Int8), (Dtype::F32, Dtype::Int4)] {
             let cache = BASE.with_types(Types::same(q).with_kv(kv));
             assert_eq!(cache.with_descales(Descales::both(DescaleForm::TokenHead)).check(), Ok(()));
             assert_eq!(cache.check_pass(Pass::Forward), Ok(()));
             let text = cache.check_pass(Pass::BACKWARD).unwrap_err().to_string();
             assert!(
-                text.contains(&format!("kv_dtype is {kv} and dtype is {q}: 8-bit K and V have no")),
+                text.contains(&format!("kv_dtype is {kv} and dtype is {q}: K and V in codes have no")),
                 "{text}"
             );
         }

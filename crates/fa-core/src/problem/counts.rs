@@ -1,7 +1,7 @@
 //! What a problem costs by the conventions of the field: visible pairs, operations and bytes moved.
 
 use super::Problem;
-use crate::{DescaleForm, Descales, Pass};
+use crate::{DescaleForm, Descales, Dtype, Pass};
 
 impl Problem {
     /// Visible (query, key) pairs over all heads and sequences. Where lengths are on the device this is an
@@ -58,7 +58,7 @@ impl Problem {
     pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
         let [of_q, of_kv, of_out, of_dkv] =
-            [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(|dtype| dtype.bytes() as f64);
+            [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(Dtype::bytes_per_number);
         let forward = of_q * q + of_kv * (k + v) + self.descale_bytes() + of_out * o;
         let gradients = of_q * q + of_dkv * (k + v) + of_out * o;
         forward + if pass.is_backward() { gradients } else { 0.0 } + 4.0 * self.rows()
@@ -67,7 +67,7 @@ impl Problem {
     /// Bytes of K and V themselves, in all of the cache that sequences reach.
     pub fn bytes_of_keys(&self) -> f64 {
         let (_, k, v, _) = self.elements();
-        self.types.kv.bytes() as f64 * (k + v)
+        self.types.kv.bytes_per_number() * (k + v)
     }
 
     /// Bytes of the descales of Q, K and V; of those of each row as far as sequences reach.
@@ -85,10 +85,10 @@ impl Problem {
 
     /// Bytes of one key and its value in one head, with descales of their own.
     pub fn bytes_per_key(&self) -> f64 {
-        let elements = self.head_dim_k() as f64 + self.head_dim_v as f64;
+        let numbers = self.head_dim_k() as f64 + self.head_dim_v as f64;
         let Descales { k, v, .. } = self.descales;
         let descales = [k, v].into_iter().filter(|form| *form == DescaleForm::TokenHead).count();
-        elements * self.types.kv.bytes() as f64 + 4.0 * descales as f64
+        numbers * self.types.kv.bytes_per_number() + 4.0 * descales as f64
     }
 
     /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
@@ -116,7 +116,7 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask, Types};
+    use crate::{Lengths, Mask, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -144,6 +144,8 @@ mod tests {
         let codes = token.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::E4m3)).with_descales(of_rows);
         assert_eq!(codes.descale_bytes(), 2.0 * 16.0 * 1024.0 * 2.0 * 4.0);
         assert_eq!(codes.bytes_of_keys(), 2.0 * 16.0 * 1024.0 * 2.0 * 128.0);
+        let half = codes.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::Int4));
+        assert_eq!((half.bytes_of_keys() * 2.0, half.bytes_per_key()), (codes.bytes_of_keys(), 136.0));
         let unseen = codes.bytes_held(Pass::Forward) - codes.bytes_forward();
         assert_eq!(unseen, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * (128.0 + 4.0));
         let of_heads = codes.with_descales(Descales::both(DescaleForm::Head));

@@ -57,10 +57,22 @@ pub enum ProblemError {
     /// Types that nothing computes together.
     #[error(transparent)]
     Types(#[from] TypesError),
+    /// A row of K or V that ends within a byte.
+    #[error(
+        "{name} = {value} with K and V in {dtype}: a byte holds two codes, so it must be even; pad with zeros"
+    )]
+    OddRow {
+        /// The field.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// Type of K and V.
+        dtype: Dtype,
+    },
     /// Descales of K and V that are no codes.
     #[error(
-        "{name} with K and V in {dtype}: descales are of 8-bit codes; use kv_dtype e4m3 or int8, or leave \
-         {name} out"
+        "{name} with K and V in {dtype}: descales are of codes; use kv_dtype e4m3, int8 or int4, or \
+         leave {name} out"
     )]
     Descale {
         /// The tensor.
@@ -69,9 +81,7 @@ pub enum ProblemError {
         dtype: Dtype,
     },
     /// Descales of a Q that is no codes.
-    #[error(
-        "q_descale with Q in {dtype}: descales are of 8-bit codes; use dtype e4m3, or leave q_descale out"
-    )]
+    #[error("q_descale with Q in {dtype}: descales are of codes; use dtype e4m3, or leave q_descale out")]
     QDescale {
         /// Type of Q.
         dtype: Dtype,

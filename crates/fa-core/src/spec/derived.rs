@@ -22,8 +22,8 @@ pub struct BackwardTraits {
     pub whole_keys: bool,
 }
 
-/// Bytes of codes that an SM has room for in flight, but for the limits on their stages.
-const CODE_BYTES: u32 = 64 << 10;
+/// Codes that an SM has room for in flight, but for the limits on their stages; of 8 bits as many bytes.
+const CODES_IN_FLIGHT: u32 = 64 << 10;
 
 /// Registers per thread for a soft cap's two ways beside S, P and O: by consumer warpgroups (one or two, or
 /// three), fewer with lengths on the device.
@@ -78,11 +78,11 @@ impl Sm90Fwd {
         ]
     }
 
-    /// Stages of the codes of an 8-bit K and V: as many as keep an SM's share of the device memory's
+    /// Stages of the codes of K and V: as many as keep an SM's share of the device memory's
     /// bandwidth busy while others are converted; 0 for other types.
     pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
         let step = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
-        if spec.reads_codes() { (CODE_BYTES / step.max(1)).clamp(2, 4) } else { 0 }
+        if spec.reads_codes() { (CODES_IN_FLIGHT / step.max(1)).clamp(2, 4) } else { 0 }
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -206,7 +206,7 @@ const SHIFTS_VALUES: &[&str] =
     &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
 const SLICE: &[&str] =
     &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
-const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes of 8 bits."];
+const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes."];
 const CODE_STAGES: &[&str] = &[" Stages of codes in flight; 0 for K and V of 16 bits."];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",

@@ -90,7 +90,7 @@ pub enum Unserved {
         /// The largest.
         limit: usize,
     },
-    /// Something of an 8-bit problem that GPU kernels do not compute.
+    /// Something of a problem of codes that GPU kernels do not compute.
     #[error("{what} = {value} with K and V in {dtype}: GPU kernels need {need} (the CPU backend takes any)")]
     Codes {
         /// Type of K and V.

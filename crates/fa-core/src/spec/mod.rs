@@ -254,14 +254,17 @@ impl KernelSpec {
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
         each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))?;
-        if self.reads_codes() {
-            each_kernel!(&self.kernel, kernel => kernel.check_codes(self.types.kv))
-        } else {
-            Ok(())
+        if !self.reads_codes() {
+            return Ok(());
         }
+        // Lanes copy 16 bytes.
+        let whole = 16 * self.types.kv.per_element() as u32;
+        params::multiple("head_dim", self.head_dim, whole, whole, widest)?;
+        params::multiple("head_dim_v", self.head_dim_v, whole, whole, widest)?;
+        each_kernel!(&self.kernel, kernel => kernel.check_codes(self.types.kv))
     }
 
-    /// Whether K and V are codes of 8 bits, which the kernel converts to the type of Q.
+    /// Whether K and V are codes, which the kernel converts to the type of Q.
     pub const fn reads_codes(&self) -> bool {
         self.types.kv.is_code() && !self.types.q.is_code()
     }

@@ -12,7 +12,7 @@ const MOST_CTAS: usize = 1 << 16;
 
 impl Problem {
     /// Checks what every GPU kernel asks of a problem beyond [`Problem::check`], whichever kernel it is:
-    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of 8 bits
+    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of codes
     /// what kernels for them compute.
     ///
     /// # Errors
@@ -42,24 +42,30 @@ impl Problem {
         }
         counts.into_iter().try_for_each(|(name, value)| count(name, value))?;
         self.check_scores()?;
-        self.check_8_bits()
+        self.check_codes_on_gpu()
     }
 
-    /// No program over 8 bits. Of an fp8 Q as well: head dims in whole steps of its products, O in bf16, and
-    /// descales that are the same for all keys of a head.
-    fn check_8_bits(&self) -> Result<(), Unserved> {
+    /// No program over codes, and of those of 4 bits rows in whole units of 16 bytes. Of an fp8 Q as well:
+    /// head dims in whole steps of its products, O in bf16, and descales that are the same for all keys of a
+    /// head.
+    fn check_codes_on_gpu(&self) -> Result<(), Unserved> {
         let dtype = self.types.kv;
         let refuse = |what, value, need| Err(Unserved::Codes { dtype, what, value, need });
         if let Some(program) = self.score.program.filter(|_| dtype.is_code()) {
             return refuse("program", program.to_string(), "none, or K and V in 16 bits");
         }
+        let (whole, need) = match dtype {
+            Dtype::Int4 => (32, "a multiple of 32; pad with zeros"),
+            Dtype::E4m3 if self.types.is_fp8() => (16, "a multiple of 16; pad with zeros"),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => return Ok(()),
+        };
+        for (what, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
+            if !value.is_multiple_of(whole) {
+                return refuse(what, value.to_string(), need);
+            }
+        }
         if !self.types.is_fp8() {
             return Ok(());
-        }
-        for (what, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
-            if !value.is_multiple_of(16) {
-                return refuse(what, value.to_string(), "a multiple of 16; pad with zeros");
-            }
         }
         if self.types.out != Dtype::Bf16 {
             return refuse("out_dtype", self.types.out.to_string(), "bf16");
@@ -372,6 +378,10 @@ mod tests {
             assert_eq!(fp8.with_score(score).with_head_dims(48, 16).check_gpu(), Ok(()));
         }
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
+        let int4 = BASE.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::Int4));
+        for dims in [(32, 32), (96, 64), (256, 128)] {
+            assert_eq!(int4.with_head_dims(dims.0, dims.1).check_gpu(), Ok(()));
+        }
         for (problem, what, part) in [
             (
                 fp8.with_head_dim(72),
@@ -379,6 +389,13 @@ mod tests {
                 "head_dim = 72 with K and V in e4m3: GPU kernels need a multiple of 16",
             ),
             (fp8.with_head_dim_v(8), "head_dim_v", "pad with zeros"),
+            (
+                int4.with_head_dim(80),
+                "head_dim",
+                "head_dim = 80 with K and V in int4: GPU kernels need a multiple of 32; pad with zeros",
+            ),
+            (int4.with_head_dim_v(48), "head_dim_v", "a multiple of 32"),
+            (int4.with_score(ScoreMod::NONE.with_program(Some(program))), "program", "none"),
             (
                 fp8.with_types(Types::fp8(Dtype::F16)),
                 "out_dtype",

@@ -68,7 +68,7 @@ impl Sm100Fwd {
         Ok(())
     }
 
-    /// K and V of 8 bits are for other kernels.
+    /// K and V in codes are for other kernels.
     pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
         Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }

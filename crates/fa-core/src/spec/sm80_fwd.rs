@@ -40,7 +40,7 @@ kernel_params! {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         exact_div: bool = false,
         /// The warps divide the keys of a step, 16 or 32 to each, and each has all rows: for few rows, as in
-        /// decoding. Codes of 8 bits are converted in registers.
+        /// decoding. Codes are converted in registers.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         divide_keys: bool = false,
     }
@@ -80,12 +80,12 @@ impl Sm80Fwd {
     }
 
     /// Checks what conversion of codes asks for.
-    pub(super) fn check_codes(&self, _: Dtype) -> Result<(), SpecError> {
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
         if self.swizzle {
             return Ok(());
         }
-        let why = "kv_dtype of 8 bits needs swizzle = true: codes are converted to swizzled tiles";
-        Err(SpecError::Conflict(why.to_owned()))
+        let why = "needs swizzle = true: codes are converted to swizzled tiles";
+        Err(SpecError::Conflict(format!("kv_dtype {dtype}: {why}")))
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -161,7 +161,7 @@ impl Sm90Bwd {
             .then(|| Share { rows: rows / along_rows, columns: columns / along_columns })
     }
 
-    /// K and V of 8 bits are for other kernels.
+    /// K and V in codes are for other kernels.
     pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
         Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }

@@ -103,7 +103,7 @@ impl Sm90Fwd {
             return refuse("each CTA converts its own codes; use cluster_m = 1");
         }
         if !self.tile_n.is_multiple_of(32) || self.tile_n < 64 {
-            let need = "a multiple of 32 from 64 with K and V in 8 bits, half of it for each of two warps";
+            let need = "a multiple of 32 from 64 with K and V in codes, half of it for each of two warps";
             return Err(SpecError::BadValue { field: "tile_n", value: self.tile_n, need: need.to_owned() });
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Rows of an append that go to a cache of 8 bits.
+//! Rows of an append that go to a cache of codes.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -61,11 +61,11 @@ impl<'a> Quantiser<'a> {
         fill: impl Fn(&Row, usize, &mut [T], &mut Scratch) + Sync,
     ) {
         write(cache, rows, |row, head, to, scratch| {
-            let mut own = vec![T::default(); to.len()];
+            let mut own = vec![T::default(); to.len() * self.codes.per_byte()];
             fill(row, head, &mut own, scratch);
             let values: Vec<f32> = own.into_iter().map(T::to_f32).collect();
             let factor = reciprocal(self.descaling.of(self.codes, row, head, &values));
-            to.iter_mut().zip(values).for_each(|(to, value)| *to = self.codes.encode(value * factor));
+            to.iter_mut().zip(self.codes.pack(&values, factor)).for_each(|(to, byte)| *to = byte);
         });
     }
 }

@@ -131,7 +131,7 @@ pub fn forward_with<'a, T: Element>(
 ///
 /// Packed queries are `[1, total_q, heads_q, head_dim]`, with an LSE `[heads_q, total_q]`; keys in pages are
 /// `[pages, page, heads_kv, head_dim]`. Rows of no sequence are neither read nor written. LSE includes the
-/// sink. K and V of 8 bits are decoded tile by tile, in f32: no memory grows with them.
+/// sink. K and V in codes are decoded tile by tile, in f32: no memory grows with them.
 ///
 /// # Errors
 /// As [`forward_with`], and those of [`Batch::new`]; nothing is written then.

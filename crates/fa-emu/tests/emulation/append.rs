@@ -49,11 +49,8 @@ struct Words {
 
 fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: u32) {
     let headers = Headers::current().unwrap();
-    let unit = match append.codes {
-        Some(_) => emulator.append_codes_unit(Arch::Sm80, &headers),
-        None => emulator.append_unit(Arch::Sm80, &headers),
-    };
-    let unit = unit.unwrap();
+    let kind = append.codes.map(|codes| codes.kind);
+    let unit = emulator.append_unit(kind, Arch::Sm80, &headers).unwrap();
     let count = |shape: [usize; 4]| shape.iter().product::<usize>();
     let shapes = [
         append.new_shape(append.head_dim),
@@ -74,7 +71,7 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
         )
     });
     if append.codes.is_some() {
-        // Numbers beyond the largest code, and NaN, which int8 has none for.
+        // Numbers beyond the largest code, and NaN, which integers have none for.
         (host[0][3], host[0][7]) = (T::from_f32(f32::NAN), T::from_f32(f32::INFINITY));
     }
     let rotary = append.rotary;
@@ -239,14 +236,14 @@ fn rows_are_quantised_on_their_way_to_a_cache_of_codes() {
         Descales::both(DescaleForm::TokenHead),
     ];
     for (turn, descales) in forms.into_iter().enumerate() {
-        for kind in [Codes::E4m3, Codes::Int8] {
+        for kind in Codes::ALL {
             let append = Append {
                 sequences: 3,
                 new: rows,
                 cache: Side::paged(5, 10, 20),
                 heads_kv: 2,
                 head_dim: 64,
-                head_dim_v: 80,
+                head_dim_v: if kind == Codes::Int4 { 96 } else { 80 },
                 dtype: Dtype::Bf16,
                 codes: Some(CacheCodes { kind, descales }),
                 rotary: Some(rotary),

@@ -1,4 +1,4 @@
-//! Forwards that read K and V as codes of 8 bits: the bits of O and LSE are those of the same kernel on the
+//! Forwards that read K and V as codes: the bits of O and LSE are those of the same kernel on the
 //! numbers that the codes stand for, with descales that are powers of two; with descales of each row, on the
 //! numbers times these, rounded.
 
@@ -156,8 +156,8 @@ fn own_rows(problem: &Problem, extras: &OwnedExtras) -> [Vec<bool>; 2] {
     rows
 }
 
-/// K or V in both types: codes whose rows are padded to 16 bytes, and numbers, packed.
-struct Side8 {
+/// K or V in both types: bytes of codes whose rows are padded to 16 bytes, and numbers, packed.
+struct SideOfCodes {
     codes: Vec<u8>,
     numbers: Vec<u16>,
 }
@@ -169,7 +169,7 @@ fn drawn(
     rows: &[bool],
     random: &mut Random,
     descale: impl Fn(usize, usize, usize) -> f32,
-) -> Side8 {
+) -> SideOfCodes {
     let [entries, len, heads, dim] = shape;
     let codes_of = Codes::of(own.types.1).expect("codes");
     let width = dim.next_multiple_of(16);
@@ -185,17 +185,19 @@ fn drawn(
                 _ if !is_own || is_nan => 0x7f,
                 Dtype::Int8 if column % 7 == 0 => random.below(256) as u8,
                 Dtype::Int8 => codes_of.encode(random.normal() * 40.0),
+                Dtype::Int4 => random.below(256) as u8,
                 _ if column % 31 == 0 => {
                     [random.below(256) as u8].map(|c| if c & 0x7f == 0x7f { 8 } else { c })[0]
                 }
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => codes_of.encode(random.normal()),
             };
             codes[index * width + column] = code;
-            let number = codes_of.decode(code) * descale(entry, row, head);
-            numbers.push(half_bits(own.types.0, number));
+            for number in codes_of.numbers(&[code]) {
+                numbers.push(half_bits(own.types.0, number * descale(entry, row, head)));
+            }
         }
     }
-    Side8 { codes, numbers }
+    SideOfCodes { codes, numbers }
 }
 
 /// Runs both kernels and compares their bits.
@@ -216,7 +218,11 @@ fn check(own: &Own, seed: u64) {
     {
         let [_, len, heads, _] = shape;
         let need = extra.need(&problem, Pass::Forward).map_or(0, |need| need.len);
-        let small = if own.types.1 == Dtype::Int8 { 1.0 / 64.0 } else { 1.0 };
+        let small = match own.types.1 {
+            Dtype::Int8 => 1.0 / 64.0,
+            Dtype::Int4 => 1.0 / 8.0,
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1.0,
+        };
         let values: Vec<f32> = (0..need)
             .map(|i| match form {
                 DescaleForm::TokenHead => small * (0.3 + random.normal().abs()),
@@ -265,7 +271,8 @@ fn check(own: &Own, seed: u64) {
     };
     let (spec, like) = (own.spec(true), own.spec(false));
     let found = run(&problem, &spec, vec![query, codes(0, k), codes(1, v), output], &coded);
-    let expected = run(&plain, &like, vec![query, numbers(0, k), numbers(1, v), output], &extras);
+    let (of_k, of_v) = (numbers(0, k_shape(&plain)), numbers(1, v_shape(&plain)));
+    let expected = run(&plain, &like, vec![query, of_k, of_v, output], &extras);
     let same = |a: u16, b: u16| a == b || (own.nan && is_nan(own.types.0, a) && is_nan(own.types.0, b));
     let (o, of) = (&found.outputs[0], &expected.outputs[0]);
     let wrong = o.iter().zip(of).position(|(&a, &b)| !same(a, b));
@@ -297,6 +304,8 @@ const BF16: (Dtype, Dtype) = (Dtype::Bf16, Dtype::E4m3);
 const F16: (Dtype, Dtype) = (Dtype::F16, Dtype::E4m3);
 const BF16_INT8: (Dtype, Dtype) = (Dtype::Bf16, Dtype::Int8);
 const F16_INT8: (Dtype, Dtype) = (Dtype::F16, Dtype::Int8);
+const BF16_INT4: (Dtype, Dtype) = (Dtype::Bf16, Dtype::Int4);
+const F16_INT4: (Dtype, Dtype) = (Dtype::F16, Dtype::Int4);
 const PAGED: &str = "varied: true, paged: true,";
 const VARIED: &str = "varied: true,";
 
@@ -389,6 +398,65 @@ fn sm90_codes_give_the_bits_of_their_numbers() {
         of(DECODE, BF16_INT8, Rows::Varied(Lie::Paged(256), false)).with(64, Mask::CAUSAL, PAGED, NONE),
         of(DECODE, BF16, Rows::Varied(Lie::Padded, true)).with(256, Mask::CAUSAL, VARIED, TOKENS),
         of(DECODE, F16_INT8, Rows::Varied(Lie::PackedUsed, false)).with(96, Mask::FULL, VARIED, MIXED),
+    ];
+    for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
+        check(case, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
+fn int4_codes_give_the_bits_of_their_numbers() {
+    let of = |kernel, arch, types, rows| Own::of(kernel, arch, types, rows);
+    let window = Mask::window(40, 7);
+    let split = "varied: true, paged: true, split: true, sinks: true,";
+    let divided = |kernel, types, rows| of(kernel, Arch::Sm80, types, rows);
+    let cases = [
+        divided(DIVIDED, BF16_INT4, Rows::Uniform(1, 700)).with(128, Mask::CAUSAL, "split: true,", MIXED),
+        divided(DIVIDED, F16_INT4, Rows::Varied(Lie::Paged(17), true)).with(256, Mask::CAUSAL, split, TOKENS),
+        divided(DIVIDED_ROWS, BF16_INT4, Rows::Uniform(40, 150)).with(64, window, "", MIXED),
+        divided(DIVIDED_ROWS, F16_INT4, Rows::Varied(Lie::Packed, false)).with(192, window, VARIED, TOKENS),
+        divided(SMALL, BF16_INT4, Rows::Uniform(70, 330)).with(96, window, "", MIXED),
+        divided(IN_REGISTERS, F16_INT4, Rows::Uniform(140, 200)).with(
+            32,
+            Mask::CAUSAL,
+            "softcap: true,",
+            NONE,
+        ),
+        divided(SMALL, F16_INT4, Rows::Varied(Lie::Paged(16), false)).with(64, window, PAGED, TOKENS),
+        divided(PACKED, BF16_INT4, Rows::Varied(Lie::Paged(1), true)).with(128, Mask::CAUSAL, PAGED, MIXED),
+        divided(SMALL, BF16_INT4, Rows::Varied(Lie::Padded, false)).with(256, window, VARIED, TOKENS),
+        of(PREFILL, Arch::Sm90, BF16_INT4, Rows::Uniform(300, 300)).with(128, Mask::CAUSAL, "", MIXED),
+        of(PREFILL, Arch::Sm90, F16_INT4, Rows::Varied(Lie::Packed, false)).with(
+            64,
+            Mask::CAUSAL,
+            VARIED,
+            TOKENS,
+        ),
+        of(STATIC, Arch::Sm90, F16_INT4, Rows::Uniform(200, 330)).with(
+            96,
+            Mask::FULL,
+            "softcap: true,",
+            MIXED,
+        ),
+        of(SIMPLE, Arch::Sm90, BF16_INT4, Rows::Uniform(130, 330)).with(
+            256,
+            Mask::CAUSAL,
+            "sinks: true,",
+            MIXED,
+        ),
+        of(DECODE, Arch::Sm90, BF16_INT4, Rows::Varied(Lie::Paged(1), true)).with(
+            128,
+            Mask::CAUSAL,
+            split,
+            TOKENS,
+        ),
+        of(DECODE, Arch::Sm90, F16_INT4, Rows::Varied(Lie::PackedUsed, false)).with(
+            32,
+            Mask::FULL,
+            VARIED,
+            MIXED,
+        ),
     ];
     for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
         check(case, seed);

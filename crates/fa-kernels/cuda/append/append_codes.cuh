@@ -1,6 +1,6 @@
-// The append kernel of caches of 8-bit codes (e4m3, int8): as append.cuh, and each new row of K and V is
-// multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of each row are computed
-// from the row, rotated, and stored too.
+// The append kernels of caches of codes, of 8 bits (e4m3, int8) or of 4 (int4): as append.cuh, and each new
+// row of K and V is multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of
+// each row are computed from the row, rotated, and stored too.
 #pragma once
 #include "append/append.cuh"
 #include "append/append_codes_params.cuh"
@@ -13,25 +13,33 @@
 
 namespace fa {
 
-// The largest numbers of e4m3 and of int8 codes.
+// The largest numbers of e4m3, int8 and int4 codes.
 __device__ constexpr float kLargestE4m3 = 448.f, kLargestInt8 = 127.f;
+enum { kLargestInt4 = 7 };
+
+// The nearest integer, ties to even, in the low mantissa bits.
+__device__ __forceinline__ u32 nearest(float x) { return bits_of_float(x + 12582912.f); }
 
 // The nearest code, ties to even, saturating; NaN gives NaN, of int8 0.
 __device__ __forceinline__ u32 encode(float x, bool is_int8) {
-    // Adding it leaves the nearest integer in the low mantissa bits.
-    constexpr float kRound = 12582912.f;
     const bool nan = x != x;
     if (is_int8) {
         const float clamped = fminf(fmaxf(x, -kLargestInt8), kLargestInt8);
-        return nan ? 0 : bits_of_float(clamped + kRound) & 0xff;
+        return nan ? 0 : nearest(clamped) & 0xff;
     }
     const float size = fminf(fabsf(x), kLargestE4m3);
-    u32 code = bits_of_float(multiply_rounded(size, 512.f) + kRound) & 0xff;  // below 2^-6: steps of 2^-9
+    u32 code = nearest(multiply_rounded(size, 512.f)) & 0xff;  // below 2^-6: steps of 2^-9
     if (size >= 0.015625f) {
         const u32 bits = bits_of_float(size);
         code = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
     }
     return nan ? 0x7f : code | bits_of_float(x) >> 24 & 0x80;
+}
+
+// The nearest int4 code, ties to even, saturating; 0 for NaN.
+__device__ __forceinline__ u32 encode_int4(float x) {
+    constexpr float kMost = kLargestInt4;
+    return x != x ? 0 : nearest(fminf(fmaxf(x, -kMost), kMost)) & 0xf;
 }
 
 // What a row is multiplied by.
@@ -59,6 +67,11 @@ struct Quantiser {
     float factor;
     bool is_int8;
 };
+template <Dtype T>
+struct Int4Quantiser {
+    u8* to;
+    float factor;
+};
 
 template <Dtype T>
 __device__ __forceinline__ void store_item(const Amax<T>& of, int, const Vec16& vec) {
@@ -82,14 +95,27 @@ __device__ __forceinline__ void store_item(const Quantiser<T>& of, int column, c
     *reinterpret_cast<u64*>(of.to + column) = codes;
 }
 
-// The parameters of the kernel.
+template <Dtype T>
+__device__ __forceinline__ void store_item(const Int4Quantiser<T>& of, int column, const Vec16& vec) {
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const u32 pair = vec.words[i / 2];
+        const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
+        codes |= encode_int4(multiply_rounded(value, of.factor)) << 4 * i;
+    }
+    *reinterpret_cast<u32*>(of.to + column / 2) = codes;
+}
+
+// The parameters of the kernel of 8-bit codes, and of that of int4.
 struct AppendCodesParams : AppendParams {
     AppendCodes codes;
 };
+struct AppendInt4Params : AppendCodesParams {};
 static_assert(sizeof(AppendCodesParams) == sizeof(AppendParams) + sizeof(AppendCodes));
 
 // Stores a row of K or V as codes. A warp calls it.
-template <Dtype T>
+template <Dtype T, bool Int4>
 __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, const AppendRow& row, int head,
                                              const ConstTensor& source, const MutTensor& target,
                                              const AppendDescales& descales, int columns, int turned) {
@@ -102,7 +128,7 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
         float amax = 0.f;
         for (int item = lane; item < items; item += 32)
             move_item<T>(params, from, Amax<T>{amax}, item, row.position, turned);
-        const float largest = params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
+        const float largest = Int4 ? float(kLargestInt4) : params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
         descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
         if (lane == 0)
             descales.of_rows[(i64(row.block) * params.codes.block_rows + row.to) * params.heads_kv + head] =
@@ -112,15 +138,21 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
         const int sequence = side.cu == nullptr ? row.sequence : side.sequence(row.from, params.batch);
         descale = descales.of_head[i64(sequence) * descales.sequence_stride + head];
     }
-    const Quantiser<T> quantiser{to, reciprocal(descale), params.codes.is_int8 != 0};
-    for (int item = lane; item < items; item += 32)
-        move_item<T>(params, from, quantiser, item, row.position, turned);
+    auto quantise = [&](const auto& quantiser) {
+        for (int item = lane; item < items; item += 32)
+            move_item<T>(params, from, quantiser, item, row.position, turned);
+    };
+    if constexpr (Int4) {
+        quantise(Int4Quantiser<T>{to, reciprocal(descale)});
+    } else {
+        quantise(Quantiser<T>{to, reciprocal(descale), params.codes.is_int8 != 0});
+    }
 }
 
 // The rows of K and V as codes, a warp a row and head; queries as in the other kernel.
-template <Dtype T>
-__device__ __forceinline__ void move_rows(const AppendCodesParams& params, const AppendRows& smem, int rows,
-                                          bool queries) {
+template <Dtype T, bool Int4>
+__device__ __forceinline__ void move_code_rows(const AppendCodesParams& params, const AppendRows& smem,
+                                               int rows, bool queries) {
     if (queries) return move_rows<T>(static_cast<const AppendParams&>(params), smem, rows, true);
     const int warp = thread_index() / 32, warps = cta_threads() / 32, heads = params.heads_kv;
     for (int i = warp; i < rows * heads * 2; i += warps) {
@@ -128,13 +160,24 @@ __device__ __forceinline__ void move_rows(const AppendCodesParams& params, const
         if (row.position < 0) continue;
         const int head = i / 2 % heads;
         if (i % 2 == 0) {
-            quantise_row<T>(params, row, head, params.k_new, params.k_cache, params.codes.k, params.head_dim,
-                            params.rotary_dim);
+            quantise_row<T, Int4>(params, row, head, params.k_new, params.k_cache, params.codes.k,
+                                  params.head_dim, params.rotary_dim);
         } else {
-            quantise_row<T>(params, row, head, params.v_new, params.v_cache, params.codes.v,
-                            params.head_dim_v, 0);
+            quantise_row<T, Int4>(params, row, head, params.v_new, params.v_cache, params.codes.v,
+                                  params.head_dim_v, 0);
         }
     }
+}
+
+template <Dtype T>
+__device__ __forceinline__ void move_rows(const AppendCodesParams& params, const AppendRows& smem, int rows,
+                                          bool queries) {
+    move_code_rows<T, false>(params, smem, rows, queries);
+}
+template <Dtype T>
+__device__ __forceinline__ void move_rows(const AppendInt4Params& params, const AppendRows& smem, int rows,
+                                          bool queries) {
+    move_code_rows<T, true>(params, smem, rows, queries);
 }
 
 }  // namespace fa

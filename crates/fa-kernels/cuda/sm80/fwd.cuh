@@ -61,8 +61,8 @@ struct Traits {
     using Q = SmemTile<C.tile_m, C.head_dim, C.swizzle>;
     using K = SmemTile<C.tile_n, C.head_dim, C.swizzle>;
     using V = SmemTile<C.tile_n, C.head_dim_v, C.swizzle>;
-    using KCodes = CodeTile<K, C.tile_n, kThreads>;
-    using VCodes = CodeTile<V, C.tile_n, kThreads>;
+    using KCodes = CodeTile<K, C.tile_n, kThreads, per_byte(C.kv_dtype)>;
+    using VCodes = CodeTile<V, C.tile_n, kThreads, per_byte(C.kv_dtype)>;
 
     static constexpr Exponential kExponential =
         C.exp2        ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
@@ -125,7 +125,7 @@ struct CodeCopy {
     static constexpr int kTile = Values ? Smem::kV : Smem::kK;
 
     CodeRows<C.paged> rows;
-    int columns;
+    int row_bytes;
 
     template <class Seqlen>
     __device__ __forceinline__ static CodeCopy of(const FwdParams& params, const Seqlen& seqlen, int batch,
@@ -133,7 +133,7 @@ struct CodeCopy {
         const CacheParams& cache = cache_of(params);
         return {CodeRows<C.paged>::of(params, Values ? params.v : params.k, Values ? cache.v : cache.k,
                                       seqlen, batch, head),
-                Values ? params.shape.head_dim_v : params.shape.head_dim};
+                (Values ? params.shape.head_dim_v : params.shape.head_dim) / per_byte(C.kv_dtype)};
     }
 
     // The descale of each row of a stage.
@@ -144,7 +144,7 @@ struct CodeCopy {
     // Starts to copy the keys of tile `n_block` to `stage`. Those past the end become zeros.
     __device__ __forceinline__ void start(u32 smem, int stage, int n_block) const {
         const int thread = thread_index_volatile();
-        Codes::start(smem + kStages + stage * Codes::kBytes, thread, rows.first, columns, [&](int sweep) {
+        Codes::start(smem + kStages + stage * Codes::kBytes, thread, rows.first, row_bytes, [&](int sweep) {
             const int row = Codes::row(thread, sweep), key = n_block * C.tile_n + row;
             const auto place = rows.place_of(key, rows.entry_of(key), thread % Codes::kLanes == 0);
             if (rows.descales != nullptr && thread % Codes::kLanes == 0)

@@ -28,15 +28,16 @@ template <Sm80FwdConfig C>
 struct DividedTraits {
     static constexpr bool kCodes = is_code(C.kv_dtype);
     static constexpr int kBytes = kCodes ? 1 : 2;            // of an element of K or V
+    enum : bool { kInt4 = C.kv_dtype == Dtype::Int4 };       // elements are of two codes
     static constexpr int kKeys = C.tile_n / C.num_warps;     // of a warp in a step
     static constexpr int kRowBlocks = C.tile_m / 16;         // m16 fragments, which every warp has
     static constexpr int kOutputBlocks = C.head_dim_v / 16;  // k16 blocks of O
     // Blocks of O that a warp stores.
     static constexpr int kOwnBlocks = ceil_div(kOutputBlocks, C.num_warps);
 
-    // Rows of K and V as they are stored, two codes to an element of 16 bits.
-    using K = SmemTile<kKeys, C.head_dim * kBytes / 2, true>;
-    using V = SmemTile<kKeys, C.head_dim_v * kBytes / 2, true>;
+    // Rows of K and V as they are stored, as elements of 16 bits that have two codes, or four of 4 bits.
+    using K = SmemTile<kKeys, C.head_dim * kBytes / 2 / per_byte(C.kv_dtype), true>;
+    using V = SmemTile<kKeys, C.head_dim_v * kBytes / 2 / per_byte(C.kv_dtype), true>;
 };
 
 // Q, then [stages][warp] tiles of K and V, then with codes [stages][K, V][tile_n] descales. The warps'
@@ -92,7 +93,7 @@ struct WarpCopy {
         const int columns = Values ? params.shape.head_dim_v : params.shape.head_dim;
         return {CodeRows<C.paged, T::kBytes>::of(params, Values ? params.v : params.k, descales_of(params),
                                                  seqlen, batch, head),
-                columns * T::kBytes};
+                columns * T::kBytes / per_byte(C.kv_dtype)};
     }
     __device__ __forceinline__ static CodeDescales descales_of(const FwdParams& params) {
         if constexpr (T::kCodes) {
@@ -165,6 +166,24 @@ struct FourColumns {
     }
 };
 
+// The same columns of a tile of int4 codes, four to an element.
+template <class Tile>
+struct FourCodes {
+    u32 lane_offset;
+
+    __device__ __forceinline__ FourCodes() {
+        const int lane = lane_index(), row = lane / 4;
+        lane_offset = row * Tile::kRowBytes + (Tile::twist(row) << 4) + lane % 4 * 2;
+    }
+
+    // Of the row `row` below, a multiple of 8, those of a contraction step: 8 bytes, half of a chunk.
+    __device__ __forceinline__ u32 read(u32 address, int row, int step) const {
+        const u32 chunk = Tile::chunk(step / 2 * 8) << 4, at = address + lane_offset;
+        return load_shared_u16((at ^ chunk) + row * Tile::kRowBytes + Tile::panel_offset(step / 2 * 8) +
+                               step % 2 * 8);
+    }
+};
+
 // Two pairs of numbers of a word of codes. With Exact, NaN comes out as NaN.
 template <Sm80FwdConfig C, bool Apart, bool Exact>
 __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[2]) {
@@ -204,8 +223,9 @@ struct DividedK {
     Held& held;
     KeyDescales descales;
     u32& nan;
-    Either<T::kCodes, FragmentReader<typename T::K, Operand::BStoredNK, true>,
-           FourColumns<typename T::K, Operand::BStoredNK>>
+    Either<T::kInt4, FourCodes<typename T::K>,
+           Either<T::kCodes, FragmentReader<typename T::K, Operand::BStoredNK, true>,
+                  FourColumns<typename T::K, Operand::BStoredNK>>>
         reader;
 
     __device__ __forceinline__ DividedK(Held& held, const float* descales, u32& nan)
@@ -214,13 +234,20 @@ struct DividedK {
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
         if constexpr (T::kCodes) {
             // Registers 0 and 1: 8 keys in two steps; 2 and 3: the next 8 keys.
-            if (step % 2 == 0) reader.read(held[block], address, 16 * block, 8 * step);
+            if constexpr (!T::kInt4) {
+                if (step % 2 == 0) reader.read(held[block], address, 16 * block, 8 * step);
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 pairs[2];
-                const u32 word = held[block][2 * half + step % 2];
-                decode_word<C, false, Exact>(word, pairs);
-                if constexpr (!Exact) note_nan<C>(word, nan);
+                if constexpr (T::kInt4) {
+                    const u32 codes = reader.read(address, 16 * block + 8 * half, step);
+                    Decoder<C.kv_dtype, C.dtype>::decode_four(codes, pairs);
+                } else {
+                    const u32 word = held[block][2 * half + step % 2];
+                    decode_word<C, false, Exact>(word, pairs);
+                    if constexpr (!Exact) note_nan<C>(word, nan);
+                }
                 const float factor = Exact ? descales.at(16 * block + 8 * half + lane_index() / 4) : 1.f;
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
@@ -232,14 +259,15 @@ struct DividedK {
     }
 };
 
-// V as B. The even columns of 16 codes are in the first n8 block of the product, the odd ones in the second.
+// V as B. The even columns of 16 codes are in the first n8 block of the product, the odd ones in the second;
+// of 32 codes of 4 bits every fourth column is in one of four.
 template <Sm80FwdConfig C, bool Exact>
 struct DividedV {
     using T = DividedTraits<C>;
     static constexpr int kBlocks = T::kOutputBlocks;
     using Held = u32[4];
 
-    Held& held;  // the words of 16 keys in the last two blocks
+    Held& held;  // the words of 16 keys in the last two blocks, or four
     KeyDescales descales;
     u32& nan;
     FragmentReader<typename T::V, Operand::BStoredKN, true> reader;
@@ -249,14 +277,21 @@ struct DividedV {
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
         if constexpr (T::kCodes) {
-            // Registers 0 and 1: 16 keys of the first 16 columns; 2 and 3: of the next.
-            if (block % 2 == 0) reader.read(held, address, 16 * step, 8 * block);
+            // Registers 0 and 1: 16 keys of the first 16 columns, or 32; 2 and 3: of the next.
+            constexpr int kApart = per_byte(C.kv_dtype);
+            if (block % (2 * kApart) == 0) reader.read(held, address, 16 * step, 8 * block / kApart);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 pairs[2];
-                const u32 word = held[block % 2 * 2 + half];
-                decode_word<C, true, Exact>(word, pairs);
-                if constexpr (!Exact) note_nan<C>(word, nan);
+                const u32 word = held[block / kApart % 2 * 2 + half];
+                if constexpr (T::kInt4) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        pairs[i] = Decoder<C.kv_dtype, C.dtype>::int4_pair(word >> 4 * (block % 2 * 2 + i));
+                } else {
+                    decode_word<C, true, Exact>(word, pairs);
+                    if constexpr (!Exact) note_nan<C>(word, nan);
+                }
                 const int key = 16 * step + 8 * half + lane_index() % 4 * 2;
                 const float low = Exact ? descales.at(key) : 1.f, high = Exact ? descales.at(key + 1) : 1.f;
 #pragma unroll
@@ -365,7 +400,7 @@ struct DividedTiles {
 // ---- Combining ----------------------------------------------------------------------------------
 
 // Combines the warps' results: `rows` becomes those of all keys in every warp, and `output` the warp's blocks
-// of O, relative to the common maximum. `o` has even and odd columns apart if they are of codes.
+// of O, relative to the common maximum. `o` has columns apart as DividedV says if they are of codes.
 template <Sm80FwdConfig C, class RowState>
 __device__ __forceinline__ void combine_warps(
     u8* smem, const float (&o)[DividedTraits<C>::kRowBlocks][C.head_dim_v / 2],
@@ -387,7 +422,11 @@ __device__ __forceinline__ void combine_warps(
 #pragma unroll
             for (int block = 0; block < T::kOutputBlocks; ++block) {
                 const float* const from = o[f] + 8 * block + 2 * r;
-                if constexpr (T::kCodes) {
+                if constexpr (T::kInt4) {
+                    float* const at = to + block / 2 * 32 + 8 * four + block % 2 * 2;
+                    *reinterpret_cast<float2*>(at) = {from[0], from[4]};
+                    *reinterpret_cast<float2*>(at + 4) = {from[1], from[5]};
+                } else if constexpr (T::kCodes) {
                     *reinterpret_cast<float4*>(to + 16 * block + 4 * four) = {from[0], from[4], from[1],
                                                                               from[5]};
                 } else {

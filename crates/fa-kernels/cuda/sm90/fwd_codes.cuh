@@ -1,5 +1,5 @@
-// The producer of the SM90 forward for an 8-bit cache: two warps copy the codes of K, and two those of V, by
-// cp.async to stages of their own, and convert them into the tiles that TMA would write.
+// The producer of the SM90 forward for a cache of codes: two warps copy the codes of K, and two those of V,
+// by cp.async to stages of their own, and convert them into the tiles that TMA would write.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/code_rows.cuh"
@@ -32,7 +32,7 @@ struct CodeHalf {
     static constexpr int kHalf = C.tile_n / 2;
     static constexpr int kLanes = Codes::kLanes;
     static constexpr int kLookups = ceil_div(kHalf, 32);
-    static_assert(kHalf % Codes::kSweep == 0, "lanes that share rows are in the same sweeps");
+    static_assert(kLanes == 1 || kHalf % Codes::kSweep == 0, "lanes that share rows are in the same sweeps");
 
     SharedStorage<C>& smem;
     int member;  // the warp's half
@@ -68,7 +68,7 @@ struct CodeHalf {
     }
 
     // Starts to copy the half of tile `n_block` to `stage`.
-    __device__ __forceinline__ void start(const Rows& rows, int columns, int stage, int n_block,
+    __device__ __forceinline__ void start(const Rows& rows, int row_bytes, int stage, int n_block,
                                           const Entries& entries) const {
         u32 at[kLookups];
 #pragma unroll
@@ -79,8 +79,13 @@ struct CodeHalf {
             if (rows.descales != nullptr && row < kHalf)
                 rows.copy_descale(smem_address(descales(stage) + row), place);
         }
-        Codes::start(smem_address(codes(stage)), lane_index(), rows.first, columns,
-                     [&](int sweep) { return shuffle_within<kLanes>(at[sweep / kLanes], sweep % kLanes); });
+        Codes::start(smem_address(codes(stage)), lane_index(), rows.first, row_bytes, [&](int sweep) {
+            if constexpr (kLanes == 1) {
+                return at[sweep];
+            } else {
+                return shuffle_within<kLanes>(at[sweep / kLanes], sweep % kLanes);
+            }
+        });
     }
 
     // Converts the half in `stage`, which has arrived, to the tile of `to`.
@@ -109,7 +114,7 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
     const Half half{smem, member};
     const ConstTensor& tensor = Values ? params.v : params.k;
     const CodeDescales& descales = Values ? cache_of(params).v : cache_of(params).k;
-    const int columns = Values ? params.shape.head_dim_v : params.shape.head_dim;
+    const int row_bytes = (Values ? params.shape.head_dim_v : params.shape.head_dim) / per_byte(C.kv_dtype);
 
     // Converts the oldest tile, whose copies and those of all but the newest `Newer` tiles have arrived.
     auto convert = [&] {
@@ -149,7 +154,7 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
                     cp_async_wait<C.code_stages - 1>();
                     convert();
                 }
-                half.start(rows, columns, started.stage, work.blocks.at(n_block), entries);
+                half.start(rows, row_bytes, started.stage, work.blocks.at(n_block), entries);
                 cp_async_commit();
                 started.advance();
                 ++pending;

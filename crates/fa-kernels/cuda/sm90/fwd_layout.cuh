@@ -61,7 +61,8 @@ struct Traits {
 
     // Codes of half a tile, which a warp copies and converts.
     template <class Kv>
-    using Codes = CodeTile<SmemTile<C.tile_n, Kv::kPanel * Kv::kPanels, true>, C.tile_n / 2, 32>;
+    using Codes =
+        CodeTile<SmemTile<C.tile_n, Kv::kPanel * Kv::kPanels, true>, C.tile_n / 2, 32, per_byte(C.kv_dtype)>;
 
     // With keys in pages, and with codes: warps that load K, and as many that load V; all producer warps; and
     // warps that signal that a tile of K, or of V, has arrived.

@@ -1,5 +1,5 @@
-// Tiles of a cache whose elements are codes of 8 bits (e4m3, int8): copied to shared memory as they are, then
-// converted to the tiles of 16-bit elements that products read.
+// Tiles of a cache of codes, of 8 bits (e4m3, int8) or of 4 (int4, two to a byte): copied to shared memory as
+// they are, then converted to the tiles of 16-bit elements that products read.
 #pragma once
 #include "attn/store_rows.cuh"
 #include "config.cuh"
@@ -14,8 +14,11 @@ namespace fa {
 
 // Whether elements of the type are codes.
 __host__ __device__ constexpr bool is_code(Dtype dtype) {
-    return dtype == Dtype::E4m3 || dtype == Dtype::Int8;
+    return dtype == Dtype::E4m3 || dtype == Dtype::Int8 || dtype == Dtype::Int4;
 }
+
+// Codes in a byte.
+__host__ __device__ constexpr int per_byte(Dtype dtype) { return dtype == Dtype::Int4 ? 2 : 1; }
 
 // Codes as numbers of type T, all of which are exact, NaN included.
 template <Dtype Code, Dtype T>
@@ -25,6 +28,7 @@ struct Decoder {
     static constexpr bool kConverts = kF16 && kConvertsE4m3;
     // Whether decode_pairs() gives +-480 for NaN.
     static constexpr bool kHidesNan = Code == Dtype::E4m3 && !kConverts;
+    enum { kVecs = 2 * per_byte(Code) };  // of numbers, in 16 bytes of codes
 
     // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and
     // the odd.
@@ -67,6 +71,28 @@ struct Decoder {
         }
     }
 
+    // The numbers of the int4 codes in the lowest four bits of each half of a word.
+    __device__ __forceinline__ static u32 int4_pair(u32 word) {
+        // 2^10 or 2^7 + (code + 8), less 2^10 or 2^7 + 8.
+        constexpr u32 kShifted = kF16 ? 0x64086408 : 0x43084308;
+        constexpr u32 kOne = kF16 ? 0x3c003c00 : 0x3f803f80;
+        return fma_packed<T>((word & 0x000f000f) ^ kShifted, kOne, kShifted | 0x80008000);
+    }
+    // The eight int4 codes of a word, in order.
+    __device__ __forceinline__ static void decode_int4(u32 word, u32 (&values)[4]) {
+        // Codes 0, 2 and 1, 3 in the bytes of the halves of the first; 4, 6 and 5, 7 in those of the second.
+        const u32 next = word >> 4;
+        const u32 halves[2] = {bytes_of<0x5410>(word, next), bytes_of<0x7632>(word, next)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = int4_pair(halves[i / 2] >> 8 * (i % 2));
+    }
+    // The four int4 codes of the lower half of a word, whose upper half is 0, in order.
+    __device__ __forceinline__ static void decode_four(u32 half, u32 (&values)[2]) {
+        const u32 apart = half | half << 12;
+        values[0] = int4_pair(apart);
+        values[1] = int4_pair(apart >> 8);
+    }
+
     // The top bit of each byte of a word: whether its code is NaN.
     __device__ __forceinline__ static u32 nan_bits(u32 word) {
         return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
@@ -78,21 +104,25 @@ struct Decoder {
         values[1] = with_nan(values[1], bytes_of<Apart ? 0x3414 : 0x3424>(bits, 0));
     }
 
-    // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if
+    // Sixteen bytes of codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if
     // KeepsNan.
     template <bool KeepsNan>
-    __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[2], u32& nan) {
+    __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[kVecs], u32& nan) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            u32 pairs[2];
-            decode_pairs<false>(codes.words[i], pairs);
-            if constexpr (kHidesNan) {
-                const u32 bits = nan_bits(codes.words[i]);
-                nan |= bits;
-                if constexpr (KeepsNan) add_nan<false>(bits, pairs);
+            if constexpr (Code == Dtype::Int4) {
+                decode_int4(codes.words[i], values[i].words);
+            } else {
+                u32 pairs[2];
+                decode_pairs<false>(codes.words[i], pairs);
+                if constexpr (kHidesNan) {
+                    const u32 bits = nan_bits(codes.words[i]);
+                    nan |= bits;
+                    if constexpr (KeepsNan) add_nan<false>(bits, pairs);
+                }
+                values[i / 2].words[i % 2 * 2] = pairs[0];
+                values[i / 2].words[i % 2 * 2 + 1] = pairs[1];
             }
-            values[i / 2].words[i % 2 * 2] = pairs[0];
-            values[i / 2].words[i % 2 * 2 + 1] = pairs[1];
         }
     }
 
@@ -112,17 +142,18 @@ __device__ __forceinline__ u32 scale_pair(u32 pair, float low, float high) {
 // A place in a cache, in units of 16 bytes, that is of no row: its codes are zeros.
 __device__ constexpr u32 kNowhere = ~0u;
 
-// Copies and converts `Rows` rows of a Tile by `Threads` threads. Each thread converts the 16 bytes that it
-// has copied itself; as many neighbouring lanes as a panel has units copy those of a row. A stage of shared
-// memory has [panel][row][lane] units.
-template <class Tile, int Rows, int Threads>
+// Copies and converts `Rows` rows of a Tile, whose codes are `PerByte` in a byte, by `Threads` threads. Each
+// thread converts the 16 bytes that it has copied itself; as many neighbouring lanes as a panel has units
+// copy those of a row. A stage of shared memory has [panel][row][lane] units.
+template <class Tile, int Rows, int Threads, int PerByte = 1>
 struct CodeTile {
+    enum { kNumbers = 16 * PerByte };  // in a unit
     static constexpr int kPanel = widest_panel(Tile::kColumns);
     static constexpr int kPanels = Tile::kColumns / kPanel;
-    static constexpr int kLanes = kPanel / 16;
+    static constexpr int kLanes = kPanel / kNumbers;
     static constexpr int kSweep = Threads / kLanes;  // rows copied at once
     static constexpr int kSweeps = ceil_div(Rows, kSweep);
-    static constexpr int kBytes = Rows * Tile::kColumns;
+    static constexpr int kBytes = Rows * Tile::kColumns / PerByte;
     static_assert(kSweep % 8 == 0, "the swizzle repeats every 8 rows");
 
     // The row of a thread in a sweep, within the rows of the tile.
@@ -134,13 +165,13 @@ struct CodeTile {
     }
     // The stage's offset of a thread's unit.
     __device__ __forceinline__ static u32 unit(int thread, int sweep, int panel) {
-        return panel * (Rows * kPanel) + (thread + sweep * Threads) * 16;
+        return panel * (Rows * kPanel / PerByte) + (thread + sweep * Threads) * 16;
     }
 
     // Starts to copy rows to `stage`. `at(sweep)` is the place of the thread's row, relative to `first`. Rows
-    // have `columns` columns; others become zeros.
+    // have `row_bytes` bytes of codes; other columns become zeros.
     template <class At>
-    __device__ __forceinline__ static void start(u32 stage, int thread, const u8* first, int columns,
+    __device__ __forceinline__ static void start(u32 stage, int thread, const u8* first, int row_bytes,
                                                  const At& at) {
         const int column = thread % kLanes * 16;
 #pragma unroll
@@ -151,8 +182,9 @@ struct CodeTile {
             const u8* const from = bytes_after(first, exists ? place : 0, 16) + column;
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-                const int bytes = exists ? max(0, min(columns - panel * kPanel - column, 16)) : 0;
-                cp_async_16(stage + unit(thread, sweep, panel), from + panel * kPanel, bytes);
+                const int before = panel * (kPanel / PerByte);
+                const int bytes = exists ? max(0, min(row_bytes - before - column, 16)) : 0;
+                cp_async_16(stage + unit(thread, sweep, panel), from + before, bytes);
             }
         }
     }
@@ -169,14 +201,16 @@ struct CodeTile {
         }
     }
 
-    // Sweeps whose units are converted side by side, which hides the latency of each step: about four units.
-    static constexpr int kAtOnce = max_of(1, min_of(kSweeps, 4 / kPanels));
+    // Sweeps whose units are converted side by side, which hides the latency of each step: about four units
+    // of 16 numbers.
+    static constexpr int kAtOnce = max_of(1, min_of(kSweeps, 4 / PerByte / kPanels));
 
     // The same of `AtOnce` sweeps at once; returns not 0 if a code is NaN, and does not come out as NaN.
     template <Dtype Code, Dtype T, int AtOnce, bool KeepsNan, bool Scales>
     __device__ __forceinline__ static u32 convert_units(const u8* stage, u8* tile, int thread,
                                                         const float* factors) {
-        const int column = thread % kLanes * 16;
+        const int column = thread % kLanes * kNumbers;
+        // Of 32 numbers the last two chunks lie as the first two, by a swizzle that leaves their distance.
         const u32 first[2] = {Tile::offset(thread / kLanes, column),
                               Tile::offset(thread / kLanes, column + 8)};
         u32 nan = 0;
@@ -185,17 +219,18 @@ struct CodeTile {
             if (!has_row(thread, sweep)) break;
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-                Vec16 values[2];
+                Vec16 values[2 * PerByte];
                 const Vec16 codes = *reinterpret_cast<const Vec16*>(stage + unit(thread, sweep, panel));
                 Decoder<Code, T>::template decode<KeepsNan>(codes, values, nan);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
+                for (int i = 0; i < 2 * PerByte; ++i) {
                     if constexpr (Scales) {
                         const float factor = factors[row(thread, sweep)];
 #pragma unroll
                         for (u32& pair : values[i].words) pair = scale_pair<T>(pair, factor, factor);
                     }
-                    *reinterpret_cast<Vec16*>(tile + first[i] + sweep * kSweep * Tile::kRowBytes +
+                    *reinterpret_cast<Vec16*>(tile + (first[i % 2] ^ i / 2 * 32) +
+                                              sweep * kSweep * Tile::kRowBytes +
                                               Tile::panel_offset(panel * kPanel)) = values[i];
                 }
             }

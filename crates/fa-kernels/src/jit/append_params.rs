@@ -110,7 +110,7 @@ param_struct! {
     }
 }
 
-/// The arguments of the append kernel of caches of 8-bit codes.
+/// The arguments of the append kernel of caches of codes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct AppendCodesParams {

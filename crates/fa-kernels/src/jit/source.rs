@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use fa_core::quantize::Codes;
 use fa_core::spec::WHOLE_ROW_HEAD_DIM;
 use fa_core::{Arch, Family, Kernel, KernelSpec, Traits, program};
 
@@ -35,6 +36,18 @@ pub const APPEND: &str = "fa_append";
 
 /// The entry of the same for caches of 8-bit codes.
 pub const APPEND_CODES: &str = "fa_append_codes";
+
+/// The entry of the same for caches of int4 codes.
+pub const APPEND_INT4: &str = "fa_append_int4";
+
+/// The entry of the append kernel's unit for a cache of codes, or of elements.
+pub const fn append_entry(codes: Option<Codes>) -> &'static str {
+    match codes {
+        None => APPEND,
+        Some(Codes::E4m3 | Codes::Int8) => APPEND_CODES,
+        Some(Codes::Int4) => APPEND_INT4,
+    }
+}
 
 /// Threads of a CTA of [`APPEND`].
 pub(crate) const APPEND_THREADS: u32 = 256;
@@ -213,31 +226,22 @@ impl Source {
         Ok(Source { unit, headers, target: target(spec, arch) })
     }
 
-    /// The source of the append kernel, which all problems share.
+    /// The source of the append kernel for a cache of codes, or of elements, which all problems share.
     ///
     /// # Errors
     /// [`Error::MissingHeader`].
-    pub fn append(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+    pub fn append(codes: Option<Codes>, arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let (what, header, params) = match codes {
+            None => ("append", "append", "AppendParams"),
+            Some(Codes::E4m3 | Codes::Int8) => ("append of codes", "append_codes", "AppendCodesParams"),
+            Some(Codes::Int4) => ("append of int4 codes", "append_codes", "AppendInt4Params"),
+        };
+        let entry = append_entry(codes);
         let unit = format!(
-            "// append\n#include \"append/append.cuh\"\n\nusing namespace fa;\n\n\
+            "// {what}\n#include \"append/{header}.cuh\"\n\nusing namespace fa;\n\n\
              static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
              extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
-             {APPEND}(const __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
-        );
-        Source::of(unit, arch, headers)
-    }
-
-    /// The source of the append kernel of caches of 8-bit codes.
-    ///
-    /// # Errors
-    /// [`Error::MissingHeader`].
-    pub fn append_codes(arch: Arch, headers: &Headers) -> Result<Source, Error> {
-        let unit = format!(
-            "// append of codes\n#include \"append/append_codes.cuh\"\n\nusing namespace fa;\n\n\
-             static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
-             extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
-             {APPEND_CODES}(const __grid_constant__ AppendCodesParams params) {{\n    \
-             append(params);\n}}\n"
+             {entry}(const __grid_constant__ {params} params) {{\n    append(params);\n}}\n"
         );
         Source::of(unit, arch, headers)
     }

@@ -241,7 +241,7 @@ const ALIGN_BYTES: u64 = 16;
 /// Elements of 16 bits that copies move.
 pub(crate) const STEP: i64 = 8;
 
-/// The same of codes of 8 bits.
+/// The same of codes, whose elements have one byte.
 const CODE_STEP: i64 = 16;
 
 /// Elements that the strides of a tensor of `dtype` are multiples of.
@@ -324,8 +324,8 @@ impl Shape {
         Ok(())
     }
 
-    /// Checks that kernels can count the bytes of an 8-bit cache's rows from its first: units of 16, in 32
-    /// bits. The strides have been checked.
+    /// Checks that kernels can count the bytes of the rows of a cache of codes from its first: units of 16,
+    /// in 32 bits. The strides have been checked.
     pub(crate) fn check_reach(&self, strides: &Strides) -> Result<(), Error> {
         if self.step != CODE_STEP {
             return Ok(());
@@ -338,7 +338,7 @@ impl Shape {
             return Ok(());
         }
         let (axis, _, stride) = if self.batch > 1 { axes[0] } else { axes[1] };
-        let need = "shorter: rows of 8-bit K and V lie within 64 GiB of the first";
+        let need = "shorter: rows of K and V in codes lie within 64 GiB of the first";
         Err(Error::Stride { tensor: self.name, axis, stride, need })
     }
 

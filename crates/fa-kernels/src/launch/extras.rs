@@ -115,7 +115,7 @@ impl RawExtras {
         }
     }
 
-    /// The parameters of an 8-bit cache: addresses by the forms of its descales, and what the problem
+    /// The parameters of a cache of codes: addresses by the forms of its descales, and what the problem
     /// decides.
     pub(crate) fn cache(&self, params: CacheParams, descales: Descales) -> CacheParams {
         let of = |own: CodeDescales, form: DescaleForm, address: Option<u64>| {
@@ -187,7 +187,7 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     ModParams { alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 }, ..ModParams::default() }
 }
 
-/// The parameters of an 8-bit cache that the problem decides.
+/// The parameters of a cache of codes that the problem decides.
 pub(crate) fn cache_params(problem: &Problem) -> CacheParams {
     let of = |form: DescaleForm| {
         let sequence_stride = if form == DescaleForm::SequenceHead { problem.heads_kv as i64 } else { 0 };

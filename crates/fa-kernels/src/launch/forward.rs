@@ -280,7 +280,7 @@ fn sections(
         TileOrder::Natural => return Sections { heads: all_heads, sections: 0 },
         TileOrder::LongestFirst => {}
     }
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.kv.bytes();
+    let row = problem.types.kv.elements(problem.head_dim + problem.head_dim_v) * problem.types.kv.bytes();
     let head_bytes = (problem.lengths.max_k() as u64).saturating_mul(row as u64);
     let group = if traits.packs_gqa { 1 } else { problem.group_size() };
     let slots = sms as usize * traits.blocks_per_sm as usize;

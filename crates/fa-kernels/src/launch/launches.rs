@@ -128,7 +128,8 @@ impl Tensor {
             Tensor { shape, is_output }
         };
         let keys = |name, dim, is_output| {
-            let shape = Shape::of(name, lengths.k(), lengths.sequences(), heads_kv, (dim, types.kv));
+            let row = (types.kv.elements(dim), types.kv);
+            let shape = Shape::of(name, lengths.k(), lengths.sequences(), heads_kv, row);
             Tensor { shape, is_output }
         };
         let mut tensors = vec![

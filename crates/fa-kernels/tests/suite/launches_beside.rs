@@ -1,5 +1,6 @@
 //! What the kernels beside attention launch, as data: rows appended to a cache, partial results merged.
 
+use fa_core::quantize::Codes;
 use fa_core::{
     Append, Arch, Dtype, Merge, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, TensorLayout,
 };
@@ -193,7 +194,9 @@ fn a_merge_is_one_launch_whose_memory_is_checked() {
 fn kernels_that_all_problems_share_compile() {
     for arch in [Arch::Sm80, Arch::Sm90] {
         let headers = Headers::embedded();
-        for source in [Source::append(arch, &headers).unwrap(), Source::merge(arch, &headers).unwrap()] {
+        let kinds = [None, Some(Codes::Int8), Some(Codes::Int4)];
+        let appends = kinds.map(|codes| Source::append(codes, arch, &headers).unwrap());
+        for source in appends.into_iter().chain([Source::merge(arch, &headers).unwrap()]) {
             let compiled = crate::nvrtc().compile(&source).unwrap_or_else(|_| panic!("{arch}"));
             assert_eq!(compiled.report.fault(), None, "{arch}: {}", compiled.report);
         }

@@ -90,10 +90,19 @@ const DESCALES: [Descales; 3] = [
 
 /// Appends to caches of codes, those of [`append`] with head dims whose rows of codes are aligned.
 pub(super) fn append_codes(extent: Extent) -> Vec<Case> {
+    let mut all = append_kinds(extent, &[Codes::E4m3, Codes::Int8]);
+    all.extend(append_kinds(extent, &[Codes::Int4]));
+    all
+}
+
+fn append_kinds(extent: Extent, kinds: &[Codes]) -> Vec<Case> {
     let of_16_bits = append(extent).into_iter().filter_map(|case| Some((case.append?, case)));
-    let aligned = of_16_bits.filter(|(append, _)| append.head_dim_v.is_multiple_of(16));
+    let whole = 16 * kinds[0].per_byte();
+    let aligned = of_16_bits.filter(|(append, _)| {
+        [append.head_dim, append.head_dim_v].iter().all(|dim| dim.is_multiple_of(whole))
+    });
     let of = |(turn, (append, case)): (usize, (Append, Case))| {
-        let kind = [Codes::E4m3, Codes::Int8][turn % 2];
+        let kind = kinds[turn % kinds.len()];
         let codes = CacheCodes { kind, descales: DESCALES[turn / 2 % DESCALES.len()] };
         Case { append: Some(Append { codes: Some(codes), ..append }), ..case }
     };

@@ -1,4 +1,5 @@
-//! K and V in 8 bits beside a Q of 16: decoding from pages, splits, chunks, prefill, descales of every form.
+//! K and V in codes beside a Q of 16 bits: decoding from pages, splits, chunks, prefill, descales of every
+//! form.
 
 use fa_core::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 
@@ -24,9 +25,12 @@ const FORMS: [Descales; 5] = [
 
 const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask::causal_window(130), Mask::window(70, 9)];
 
-fn of(turn: usize, head_dim: usize) -> Problem {
+/// The same of 4 bits.
+const INT4: [(Dtype, Dtype); 2] = [(Dtype::Bf16, Dtype::Int4), (Dtype::F16, Dtype::Int4)];
+
+fn of(types: &[(Dtype, Dtype)], turn: usize, head_dim: usize) -> Problem {
     let (heads_q, heads_kv) = [(8, 2), (4, 4), (6, 1)][turn % 3];
-    let (q, kv) = TYPES[turn % 4];
+    let (q, kv) = types[turn % types.len()];
     BASE.with_heads(heads_q, heads_kv)
         .with_head_dims(head_dim, head_dim)
         .with_mask(MASKS[turn / 2 % 4])
@@ -36,9 +40,16 @@ fn of(turn: usize, head_dim: usize) -> Problem {
 
 /// The cases of the library's own choice of kernel; a third of them where not all are asked for.
 pub(crate) fn codes(extent: Extent, repeat: usize) -> Vec<Case> {
+    let mut cases = of_types(extent, repeat, &TYPES, [128, 64, 256, 96, 80]);
+    cases.extend(of_types(extent, repeat, &INT4, [128, 64, 256, 96, 32]));
+    cases
+}
+
+fn of_types(extent: Extent, repeat: usize, types: &[(Dtype, Dtype)], head_dims: [usize; 5]) -> Vec<Case> {
+    let of = |turn, head_dim| of(types, turn, head_dim);
     let lengths = [(200, 333), (1, 257), (129, 127), (300, 70), (5, 0), (4, 1000), (1, 4096), (64, 16384)];
     let mut cases = Vec::new();
-    for (turn, head_dim) in [128, 64, 256, 96, 80].into_iter().enumerate() {
+    for (turn, head_dim) in head_dims.into_iter().enumerate() {
         for (step, (seqlen_q, seqlen_k)) in lengths.into_iter().enumerate() {
             let problem = of(turn + step, head_dim).with_lengths(Lengths::uniform(2, seqlen_q, seqlen_k));
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][(turn + step) % 3];

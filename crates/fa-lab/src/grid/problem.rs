@@ -63,5 +63,5 @@ pub(super) fn descales(spec: &KernelSpec, turn: usize) -> Descales {
 /// Columns by which a head dim is narrower than a kernel's, where rows stay aligned: of codes these are
 /// 16 bytes, too.
 pub(super) fn narrower(spec: &KernelSpec) -> usize {
-    if spec.types.kv.is_code() { 16 } else { 8 }
+    if spec.types.kv.is_code() { 16 * spec.types.kv.per_element() } else { 8 }
 }

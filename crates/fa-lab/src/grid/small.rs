@@ -101,7 +101,7 @@ fn draw(random: &mut Random, (family, form): (Family, Form), pass: Pass, spec: O
         Form::Wide => wide_dims(random, is_latent, spec),
     };
     // Rows of codes are whole 16 bytes.
-    let step = if types.kv.is_code() { 16 } else { 8 };
+    let step = if types.kv.is_code() { 16 * types.kv.per_element() } else { 8 };
     let [head_dim, head_dim_v] = [head_dim, head_dim_v].map(|dim| dim.next_multiple_of(step));
     let heads_kv = if is_latent { 1 } else { random.of(&[1, 1, 1, 2, 3]) };
     let packs = spec.is_some_and(|spec| spec.traits().packs_gqa);
@@ -193,7 +193,7 @@ fn types(
     match (spec, form) {
         (Some(spec), _) => spec.types,
         (None, Form::Fp8) => Types::fp8(Dtype::Bf16),
-        (None, Form::Half) if has_codes => half.with_kv(random.of(&[Dtype::E4m3, Dtype::Int8])),
+        (None, Form::Half) if has_codes => half.with_kv(random.of(&Dtype::CODES)),
         (None, Form::Half | Form::Wide) => half,
     }
 }

@@ -43,19 +43,20 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     }
 }
 
-/// `case` with rows of codes: of whole 16 bytes, and each in its own place.
-fn of_bytes(case: Case) -> Case {
+/// `case` with rows of codes of this type: of whole 16 bytes, and each in its own place.
+fn of_bytes(case: Case, dtype: Dtype) -> Case {
+    let whole = 16 * dtype.per_element();
     let [head_dim, head_dim_v] =
-        [case.problem.head_dim, case.problem.head_dim_v].map(|dim| dim.next_multiple_of(16));
+        [case.problem.head_dim, case.problem.head_dim_v].map(|dim| dim.next_multiple_of(whole));
     let is_apart = matches!(case.arrangement, Arrangement::Bshd | Arrangement::Bhsd | Arrangement::Gap(_));
     let arrangement = if is_apart { case.arrangement } else { Arrangement::Bhsd };
     Case { arrangement, problem: case.problem.with_head_dims(head_dim, head_dim_v), ..case }
 }
 
-/// `case` with K and V in 8 bits.
+/// `case` with K and V in codes.
 fn with_codes(case: Case, random: &mut Random) -> Case {
-    let case = of_bytes(case);
-    let kv = random.of(&[Dtype::E4m3, Dtype::Int8]);
+    let kv = random.of(&Dtype::CODES);
+    let case = of_bytes(case, kv);
     let forms = [DescaleForm::None, DescaleForm::Head, DescaleForm::SequenceHead, DescaleForm::TokenHead];
     let descales = Descales::new(random.of(&forms), random.of(&forms));
     let types = case.problem.types.with_kv(kv);
@@ -64,7 +65,7 @@ fn with_codes(case: Case, random: &mut Random) -> Case {
 
 /// `case` with Q, K and V in e4m3.
 fn in_fp8(case: Case, random: &mut Random) -> Case {
-    let case = of_bytes(case);
+    let case = of_bytes(case, Dtype::E4m3);
     let form = random.of(&[DescaleForm::None, DescaleForm::Head, DescaleForm::SequenceHead]);
     let problem = case.problem.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(form));
     let action = if case.action == Action::Relength { Action::Once } else { case.action };

@@ -1,8 +1,9 @@
-//! The expected results of problems whose K and V, or Q as well, are codes of 8 bits.
+//! The expected results of problems whose K and V, or Q as well, are codes.
 
 use fa_core::quantize::Codes;
 use fa_core::{DescaleForm, Descales, Dtype, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::batch::Batch;
+use fa_cpu::check;
 use fa_cpu::reference::fp8::{self, Accumulation};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{Arguments, CpuError, Element, Extras, KvRef, TensorRef};
@@ -14,7 +15,7 @@ pub type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
 /// same.
 const TILE_N: usize = 128;
 
-/// The expected results of a forward over an 8-bit K and V beside a Q of type `T`, or one of fp8 with O of
+/// The expected results of a forward over K and V in codes beside a Q of type `T`, or one of fp8 with O of
 /// type `T`. The low-precision ones of fp8 are a kernel's, and the tolerance of those is the noise.
 ///
 /// # Errors
@@ -60,7 +61,8 @@ fn of_converted<T: Element>(
     let codes = Codes::of(problem.types.kv).expect("K and V are codes");
     let [k, v] = [(descales.k, given.k_descale), (descales.v, given.v_descale)];
     let [k_numbers, v_numbers] = [(k, sides[0]), (v, sides[1])].map(|((form, values), bits)| {
-        let [outer, inner, heads, dim] = bits.shape();
+        let [outer, inner, heads, bytes] = bits.shape();
+        let dim = bytes * codes.per_byte();
         let mut numbers = vec![0f32; outer * inner * heads * dim];
         for (sequence, own) in batch.sequences.iter().enumerate() {
             for (entry, at) in (0..own.k.len).map(|key| batch.key(sequence, key)) {
@@ -73,7 +75,8 @@ fn of_converted<T: Element>(
                         DescaleForm::TokenHead => values[row],
                     });
                     for (column, number) in numbers[row * dim..(row + 1) * dim].iter_mut().enumerate() {
-                        let value = codes.decode(bits.at(entry, at, head, column)) * descale;
+                        let (byte, index) = (column / codes.per_byte(), column % codes.per_byte());
+                        let value = codes.number(bits.at(entry, at, head, byte), index) * descale;
                         let is_rounded = form == DescaleForm::TokenHead;
                         *number = if is_rounded { T::from_f32(value).to_f32() } else { value };
                     }
@@ -90,7 +93,7 @@ fn of_converted<T: Element>(
     let q_numbers: Vec<f32> = places.collect();
     let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
     let q = view("q", &q_numbers, q.shape())?;
-    let k = view("k", &k_numbers, sides[0].shape())?;
-    let v = view("v", &v_numbers, sides[1].shape())?;
+    let k = view("k", &k_numbers, check::k_shape(&plain))?;
+    let v = view("v", &v_numbers, check::v_shape(&plain))?;
     reference::forward_extras(&plain, Arguments { extras, ..arguments }, &q, &k, &v)
 }

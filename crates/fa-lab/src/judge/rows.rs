@@ -89,24 +89,32 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
         // Packed: the rows of a tensor of a single head lie apart.
         let bits = |tensor: &TensorRef<'_, T>, codes: Codes| {
             let [_, rows, _, dim] = tensor.shape();
-            let row = |at: usize| (0..dim).map(move |d| codes.encode(tensor.at(0, at, 0, d).to_f32()));
-            (0..rows).flat_map(row).collect::<Vec<u8>>()
+            let numbers = (0..rows * dim).map(|i| tensor.at(0, i / dim, 0, i % dim).to_f32());
+            codes.pack(&numbers.collect::<Vec<f32>>(), 1.0).collect::<Vec<u8>>()
         };
-        let packed =
-            |name, bits, of: &TensorRef<'_, T>| TensorRef::packed(name, bits, of.shape(), TensorLayout::Bshd);
-        let of_q = of_q.map(|codes| bits(&q, codes));
+        let of_q = of_q.map(|codes| (bits(&q, codes), codes));
         let (k8, v8) = (bits(&k, of_k), bits(&v, of_v));
         let queries = match &of_q {
-            Some(q8) => KvRef::Codes(packed("q", q8, &q)?),
+            Some((q8, codes)) => KvRef::Codes(packed("q", q8, *codes, q.shape())?),
             None => KvRef::Same(q),
         };
-        let sides = [packed("k", &k8, &k)?, packed("v", &v8, &v)?];
+        let sides = [packed("k", &k8, of_k, k.shape())?, packed("v", &v8, of_v, v.shape())?];
         return codes::expected(&of_rows, arguments, queries, sides);
     }
     Ok((
         reference::forward_extras(&of_rows, arguments, &q, &k, &v)?,
         low_precision::forward_extras(&of_rows, arguments, &q, &k, &v)?,
     ))
+}
+
+/// A tensor of codes of so many numbers.
+fn packed<'a>(
+    name: &'static str,
+    bytes: &'a [u8],
+    codes: Codes,
+    [batch, rows, heads, dim]: [usize; 4],
+) -> Result<TensorRef<'a, u8>, CpuError> {
+    TensorRef::packed(name, bytes, [batch, rows, heads, dim / codes.per_byte()], TensorLayout::Bshd)
 }
 
 /// Slopes and sinks of some heads of a sequence.

@@ -187,15 +187,14 @@ fn words(unit: &Unit, case: &Case, sms: u32, entries: &mut BTreeSet<&'static str
             launches.words(&[q, k, v, out, out, q, k, v])
         }
         (_, Some(append), _) => {
-            let of_codes = append.codes.is_some();
-            entries.insert(if of_codes { fa_kernels::APPEND_CODES } else { fa_kernels::APPEND });
+            entries.insert(fa_kernels::append_entry(append.codes.map(|codes| codes.kind)));
             AppendLaunch::new(append, sms)?.words()
         }
         (_, _, Some(merge)) => {
             entries.insert(fa_kernels::MERGE);
             MergeLaunch::new(merge, sms)?.words()
         }
-        (Subject::Append | Subject::AppendCodes | Subject::Merge, None, None) => Vec::new(),
+        (Subject::Append(_) | Subject::Merge, None, None) => Vec::new(),
     })
 }
 

@@ -1,8 +1,9 @@
 //! What is proven: every shipped kernel, forms of some with variable lengths, pages, splits, slopes and
 //! sinks, the append kernels and the merge kernel.
 
-use fa_core::{Arch, Dtype, KernelSpec, Reads};
-use fa_kernels::{APPEND, APPEND_CODES, Headers, MERGE, Source, smem_bytes};
+use fa_core::quantize::Codes;
+use fa_core::{Append, Arch, Dtype, KernelSpec, Reads};
+use fa_kernels::{Headers, MERGE, Source, append_entry, smem_bytes};
 use fa_planner::account::{account, missing_code};
 
 use super::choices::choices;
@@ -13,7 +14,7 @@ use crate::kernels;
 /// A kernel in one form, for one architecture.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
-    /// Its name: a shipped file and a form, `append`, `append_codes`, `merge`, or a spec.
+    /// Its name: a shipped file and a form, `append`, `append_codes`, `append_int4`, `merge`, or a spec.
     pub name: String,
     /// What it computes.
     pub subject: Subject,
@@ -30,10 +31,8 @@ pub struct Unit {
 pub enum Subject {
     /// Attention or its gradients.
     Attention(Box<KernelSpec>),
-    /// Rows appended to a cache.
-    Append,
-    /// Rows appended to a cache of 8 bits.
-    AppendCodes,
+    /// Rows appended to a cache, of elements or of such codes: those of 8 bits have one kernel.
+    Append(Option<Codes>),
     /// Results merged.
     Merge,
 }
@@ -73,7 +72,7 @@ impl Unit {
     pub fn spec(&self) -> Option<&KernelSpec> {
         match &self.subject {
             Subject::Attention(spec) => Some(spec),
-            Subject::Append | Subject::AppendCodes | Subject::Merge => None,
+            Subject::Append(_) | Subject::Merge => None,
         }
     }
 
@@ -84,23 +83,24 @@ impl Unit {
     pub fn source(&self, headers: &Headers) -> Result<Source> {
         Ok(match &self.subject {
             Subject::Attention(spec) => Source::new(spec, self.arch, Some(smem_bytes(spec)), headers)?,
-            Subject::Append => Source::append(self.arch, headers)?,
-            Subject::AppendCodes => Source::append_codes(self.arch, headers)?,
+            Subject::Append(codes) => Source::append(*codes, self.arch, headers)?,
             Subject::Merge => Source::merge(self.arch, headers)?,
         })
     }
 
     /// Its cases.
     pub fn cases(&self, extent: Extent) -> Vec<Case> {
-        let of = |has: fn(&Case) -> bool| {
+        let of = |has: &dyn Fn(&Case) -> bool| {
             let extent = if extent == Extent::Full { Extent::Full } else { Extent::Quick };
             serving(extent, 2).into_iter().filter(has).collect()
         };
         match &self.subject {
             Subject::Attention(spec) => of_spec("shipped", &self.name, spec, extent),
-            Subject::Append => of(|case| case.append.is_some_and(|append| append.codes.is_none())),
-            Subject::AppendCodes => of(|case| case.append.is_some_and(|append| append.codes.is_some())),
-            Subject::Merge => of(|case| case.merge.is_some()),
+            Subject::Append(codes) => of(&|case| {
+                let kind = |append: Append| append.codes.map(|codes| codes.kind);
+                case.append.is_some_and(|append| append_entry(kind(append)) == append_entry(*codes))
+            }),
+            Subject::Merge => of(&|case| case.merge.is_some()),
         }
     }
 
@@ -138,8 +138,9 @@ pub fn units() -> Result<Vec<Unit>> {
             }
         }
     }
-    let single = [(APPEND, Subject::Append), (APPEND_CODES, Subject::AppendCodes), (MERGE, Subject::Merge)];
-    for (name, subject) in single {
+    let appends = [None, Some(Codes::E4m3), Some(Codes::Int4)];
+    let appends = appends.map(|codes| (append_entry(codes), Subject::Append(codes)));
+    for (name, subject) in appends.into_iter().chain([(MERGE, Subject::Merge)]) {
         let name = name.trim_start_matches("fa_").to_owned();
         all.push(Unit { name, subject, arch: AT_HAND, archs: Vec::new(), is_proven: true });
     }
@@ -230,10 +231,13 @@ mod tests {
             let forms = all.iter().filter(|own| own.name.starts_with(&format!("{base} "))).count();
             assert!(forms > 1, "{base}: {forms}");
         }
-        for part in
-            ["varlen", "paged", "split", "append", "append_codes", "merge", "e4m3kv", "int8kv", "e4m3.ron"]
+        for part in ["varlen", "paged", "split", "append", "append_codes", "append_int4", "merge", "e4m3.ron"]
         {
             assert!(all.iter().any(|own| own.is_proven && own.name.contains(part)), "{part}");
+        }
+        for codes in Codes::ALL {
+            let part = format!("{}kv", codes.dtype());
+            assert!(all.iter().any(|own| own.is_proven && own.name.contains(&part)), "{part}");
         }
         assert!(all.iter().all(|own| own.runs_on(own.arch)));
         // What can run on GPUs at hand is proven by their code.

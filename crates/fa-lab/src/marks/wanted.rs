@@ -129,7 +129,7 @@ impl Wanted {
     pub fn kv_bytes(&self) -> f64 {
         let Problem { heads_kv, head_dim, head_dim_v, types, .. } = self.problem;
         let rows = self.sequences().k.total() * heads_kv;
-        (rows * (head_dim + head_dim_v) * types.kv.bytes()) as f64
+        (rows * (head_dim + head_dim_v)) as f64 * types.kv.bytes_per_number()
     }
 
     /// The rate of calls that take `ms` each, in the shape's unit.

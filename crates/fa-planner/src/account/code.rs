@@ -15,7 +15,7 @@ pub(crate) struct Code {
     pub programs: bool,
     /// Heads of a group in the rows of a tile.
     pub packs_gqa: bool,
-    /// K and V in 8 bits.
+    /// K and V in codes.
     pub codes: bool,
 }
 
@@ -45,7 +45,7 @@ impl Code {
             (score.program.is_some() && !self.programs, "programs"),
             (*split && !self.split, "split"),
             (spec.traits().packs_gqa && !self.packs_gqa, "pack_gqa"),
-            (spec.types.kv.is_code() && !self.codes, "K and V in 8 bits"),
+            (spec.types.kv.is_code() && !self.codes, "K and V in codes"),
         ]
         .into_iter()
         .find_map(|(lacks, what)| lacks.then_some(what))

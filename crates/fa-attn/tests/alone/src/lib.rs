@@ -35,9 +35,9 @@ fn training_on_a_packed_batch_lowers_the_loss() {
 }
 
 #[test]
-fn a_cache_of_8_bits_stays_within_its_rounding() {
+fn a_cache_of_codes_stays_within_its_rounding() {
     let exact = eight_bit_cache::serve(20, None).unwrap();
-    for (codes, most) in [(Codes::E4m3, 0.06), (Codes::Int8, 0.02)] {
+    for (codes, most) in [(Codes::E4m3, 0.06), (Codes::Int8, 0.02), (Codes::Int4, 0.3)] {
         let far = eight_bit_cache::farthest(&eight_bit_cache::serve(20, Some(codes)).unwrap(), &exact);
         assert!(far > 0.0 && far < most, "{codes:?}: {far}");
     }

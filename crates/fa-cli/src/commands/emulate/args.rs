@@ -242,7 +242,7 @@ Examples:
   fa emulate my.ron --grid                                 the cases of fa validate --all-configs
   fa emulate my.ron --headers my/cuda                      device sources that are being written
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
-  fa emulate my.ron --kv-dtype e4m3 --kv-descale token_head       the kernel's form for 8-bit caches
+  fa emulate my.ron --kv-dtype e4m3 --kv-descale token_head       the kernel's form for caches of codes
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
   fa emulate --mutate                                      is the removal of each barrier noticed?

@@ -60,7 +60,7 @@ pub(crate) struct ValidateArgs {
     /// Only cases with a Q of this type: bf16, f16, or e4m3 of Q, K and V
     #[arg(long, value_name = "DTYPE", conflicts_with_all = OTHERS)]
     pub dtype: Option<Dtype>,
-    /// Only cases with K and V in 8 bits: e4m3, int8
+    /// Only cases with K and V in codes: e4m3, int8, int4
     #[arg(long, value_name = "TYPE", value_parser = parse_codes, conflicts_with_all = OTHERS)]
     pub kv_dtype: Option<Codes>,
     /// Only cases with descales of K or V in this form: none, head, sequence_head, token_head
@@ -131,7 +131,7 @@ Examples:
   fa validate --spec kernel.ron                 one kernel
   fa validate --mode bwd --family sm90          gradients
   fa validate --group packed,used,paged,split   packed batches, caches, pages, keys split over CTAs
-  fa validate --kv-dtype e4m3                   8-bit caches: decode, splits, prefill, appends
+  fa validate --kv-dtype e4m3                   caches of codes: decode, splits, prefill, appends
   fa validate --dtype e4m3 --full               Q, K and V in e4m3
   fa validate --group known --mode bwd          problems on which other libraries failed
   fa validate --soak 600 --seed 7               random problems for ten minutes

@@ -3,7 +3,7 @@
 
 use fa_attn::device::{DeviceAppend, Half};
 use fa_core::Append;
-use fa_kernels::{APPEND, APPEND_CODES};
+use fa_kernels::append_entry;
 
 use super::session::{Found, Session};
 use crate::append::AppendInputs;
@@ -49,6 +49,6 @@ pub(super) fn examine<T: Half>(session: &Session, case: &Case, append: &Append) 
         passed: fault.is_none(),
         ratio: if fault.is_some() { f64::INFINITY } else { 0.0 },
         detail: fault.unwrap_or_else(|| "the CPU's bits".to_owned()),
-        ..Found::by(if append.codes.is_some() { APPEND_CODES } else { APPEND })
+        ..Found::by(append_entry(append.codes.map(|codes| codes.kind)))
     })
 }

@@ -33,8 +33,9 @@ const PAGES: u32 = 20;
 ///
 /// - `q` `[tile_m, hd]` T;
 /// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T;
-/// - where K and V are codes of 8 bits, before these `k_codes` `[stages][tile_n, hd]`, `v_codes`
-///   `[stages][tile_n, hdv]` and `descales` `[stages][2][tile_n]` f32; `k` and `v` then have one stage.
+/// - where K and V are codes, before these `k_codes` `[stages][tile_n, hd]`, `v_codes`
+///   `[stages][tile_n, hdv]`, of int4 half as many bytes, and `descales` `[stages][2][tile_n]` f32; `k` and
+///   `v` then have one stage.
 ///
 /// The epilogue uses none: O goes from registers to global memory. With Q in registers, `q` overlays the end
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
@@ -55,8 +56,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
         plan.push("q", q, ALIGN);
     }
     if spec.reads_codes() {
-        plan.push("k_codes", rows * spec.head_dim, ALIGN);
-        plan.push("v_codes", rows * spec.head_dim_v, ALIGN);
+        let stored = |head_dim| rows * head_dim / spec.types.kv.per_element() as u32;
+        plan.push("k_codes", stored(spec.head_dim), ALIGN);
+        plan.push("v_codes", stored(spec.head_dim_v), ALIGN);
         plan.push("descales", rows * 2 * 4, ALIGN);
     }
     plan.push("k", tile_rows * spec.head_dim * bytes, ALIGN);
@@ -83,9 +85,10 @@ fn divided_smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     let mut plan = SmemPlan::default();
     plan.push("q", kernel.tile_m * spec.head_dim * spec.elem_bytes(), ALIGN);
     let rows = kernel.stages * kernel.tile_n;
-    let bytes = spec.types.kv.bytes() as u32;
+    let kv = spec.types.kv;
     let first = plan.total;
-    plan.push("kv", rows * (spec.head_dim + spec.head_dim_v) * bytes, ALIGN);
+    let elements = kv.elements((spec.head_dim + spec.head_dim_v) as usize) * kv.bytes();
+    plan.push("kv", rows * elements as u32, ALIGN);
     if spec.reads_codes() {
         plan.push("descales", rows * 2 * 4, ALIGN);
     }

@@ -40,7 +40,7 @@ const DIVIDED: [(u32, u32, u32, u32); 8] = [
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: those whose warps divide the keys, for a few rows over K and V in 8 bits, then rows and warps,
+/// In order: those whose warps divide the keys, for a few rows over K and V in codes, then rows and warps,
 /// keys per step, stages, Q in registers or not, CTAs per SM, heads of a group packed or not, keys in one
 /// piece or shared by several CTAs.
 pub fn candidates(
@@ -63,7 +63,9 @@ fn divided(
     let group = problem.group_size().max(1);
     let pack_gqa = group > 1 && division.pack_gqa != Some(false);
     let rows = problem.lengths.max_q().max(1) * if pack_gqa { group } else { 1 };
-    let is_served = problem.types.kv.is_code() && head_dims.iter().all(|dim| dim % 32 == 0);
+    // Lanes read the codes of two contraction steps, or of four of 4 bits.
+    let whole = 32 * problem.types.kv.per_element() as u32;
+    let is_served = problem.types.kv.is_code() && head_dims.iter().all(|dim| dim % whole == 0);
     let tile_m = DIVIDED_TILE_M.into_iter().find(|&tile_m| is_served && rows <= tile_m as usize);
     tile_m.into_iter().flat_map(move |tile_m| {
         let both = [true, false].into_iter();

@@ -92,7 +92,7 @@ fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
 /// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-158).
 const REQUEST_CLOCKS: f64 = 0.8;
 
-/// Codes of 8 bits that an SM converts in a clock: some three integer instructions each, 64 of which it
+/// Codes that an SM converts in a clock: some three integer instructions each, 64 of which it
 /// issues.
 const CODES_PER_CLOCK: f64 = 20.0;
 
@@ -145,7 +145,7 @@ fn model(
 
     // Every warp reads all of K and V, and its rows of Q unless they are in registers; cp.async writes K and
     // V once. With the keys divided a warp reads its part of K and V as it is stored, and all rows of Q.
-    let stored = problem.types.kv.bytes() as f64;
+    let stored = problem.types.kv.bytes_per_number();
     let bytes = if k.divide_keys { stored } else { f64::from(spec.elem_bytes()) };
     let q_bytes = tile_m * hd * f64::from(spec.elem_bytes());
     let readers = if k.divide_keys { 1.0 } else { busy * num_warps };
@@ -159,7 +159,7 @@ fn model(
     let loads = if k.ldmatrix { 1.0 } else { c.plain_loads };
     let writes = tile_n * (hd + hdv) * bytes;
     // Codes are written and read once more before they are converted.
-    let staged = if converts_alone { 2.0 * tile_n * (hd + hdv) } else { 0.0 };
+    let staged = if converts_alone { 2.0 * tile_n * (hd + hdv) * stored } else { 0.0 };
     let smem = resident * (reads * conflict * loads + writes + staged) / limits.smem_bytes;
 
     let (cap_mufu, cap_ops) = score_costs(spec.score, c);
@@ -193,7 +193,7 @@ fn model(
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
     let packed = if k.pack_gqa { c.sm80_packed_row * tile_m } else { 0.0 };
-    let row_bytes = |head_dim: usize| head_dim * problem.types.kv.bytes();
+    let row_bytes = |head_dim: usize| problem.types.kv.elements(head_dim) * problem.types.kv.bytes();
     let further =
         further_requests(row_bytes(problem.head_dim)) + further_requests(row_bytes(problem.head_dim_v));
     let requests = resident * tile_n * further * REQUEST_CLOCKS;

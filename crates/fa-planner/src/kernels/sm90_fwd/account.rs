@@ -15,8 +15,8 @@ pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 /// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
 ///   stays in registers;
-/// - where K and V are codes of 8 bits `k_codes` `[code_stages][tile_n, hd]`, `v_codes`
-///   `[code_stages][tile_n, hdv]` and `descales` `[code_stages][2][tile_n]` f32;
+/// - where K and V are codes `k_codes` `[code_stages][tile_n, hd]`, `v_codes` `[code_stages][tile_n, hdv]`,
+///   of int4 half as many bytes, and `descales` `[code_stages][2][tile_n]` f32;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
 ///   lengths on the device).
@@ -36,8 +36,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     }
     if spec.reads_codes() {
         let rows = kernel.code_stages(spec) * tile_n;
-        plan.push("k_codes", rows * hd, CODE_ALIGN);
-        plan.push("v_codes", rows * hdv, CODE_ALIGN);
+        let stored = |columns| rows * columns / spec.types.kv.per_element() as u32;
+        plan.push("k_codes", stored(hd), CODE_ALIGN);
+        plan.push("v_codes", stored(hdv), CODE_ALIGN);
         plan.push("descales", rows * 2 * 4, CODE_ALIGN);
     }
     plan.push_mbarriers("q_full", q_stages);

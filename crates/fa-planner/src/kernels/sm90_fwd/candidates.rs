@@ -163,7 +163,8 @@ fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
 /// 47.1 us by three buffers of 160 keys and 49.4 by two and twice the CTAs, NB-164).
 fn has_room_in_flight(problem: &Problem, kernel: &Sm90Fwd) -> bool {
     let tiles = query_tiles(problem, kernel.tile_m, kernel.pack_gqa);
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.kv.bytes();
+    let kv = problem.types.kv;
+    let row = kv.elements(problem.head_dim + problem.head_dim_v) * kv.bytes();
     problem.lengths.is_uniform() && tiles <= Arch::Sm90.limits().sms as usize / 2 && row <= NARROW_ROW
 }
 

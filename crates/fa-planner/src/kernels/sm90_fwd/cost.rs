@@ -35,7 +35,7 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
 const BOX_CLOCKS: f64 = 60.0;
 
-/// Codes of 8 bits that the producer's four warps convert in a clock: some three integer instructions each,
+/// Codes that the producer's four warps convert in a clock: some three integer instructions each,
 /// of which an SM issues 64 in a clock.
 const CODES_PER_CLOCK: f64 = 16.0;
 
@@ -118,8 +118,8 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
     if k.num_wg > 1 || rows > k.tile_m as usize {
         return Memory::Throttled;
     }
-    let row = (spec.head_dim + spec.head_dim_v) * spec.types.kv.bytes() as u32;
-    let step_bytes = f64::from(k.tile_n * row);
+    let row = f64::from(spec.head_dim + spec.head_dim_v) * spec.types.kv.bytes_per_number();
+    let step_bytes = f64::from(k.tile_n) * row;
     let stages = if spec.reads_codes() { k.code_stages(spec) } else { k.kv_stages };
     let in_flight = f64::from(stages) * step_bytes;
     let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
@@ -150,7 +150,8 @@ fn model(
     let stored = f64::from(operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
     let writes = tile_n * stored * bytes + p_bytes;
     // Codes are written and read once more before they are converted.
-    let staged = if spec.reads_codes() { 2.0 * tile_n * stored } else { 0.0 };
+    let code_bytes = spec.types.kv.bytes_per_number();
+    let staged = if spec.reads_codes() { 2.0 * tile_n * stored * code_bytes } else { 0.0 };
     let smem = (reads + writes + staged) / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
