@@ -118,6 +118,9 @@ fn a_needle_among_many_keys_is_found() {
         rows(&mut base.codes[2], head_dim).for_each(|row| row[1] = one);
         let (q, scores) = one_row(&problem, &base);
         for kind in kinds(&gpu) {
+            // The needle's score is a sum that the fp8 tensor core truncates after every 32 products: over 256
+            // of them 0.012 of 12, and as much of the needle's share.
+            let most = if kind == Kind::Fp8 && head_dim == 256 { 1.0 / 64.0 } else { 1.0 / 128.0 };
             let forward = kind.bind(&gpu, &problem, None);
             for place in 0..10 {
                 let at = place * (KEYS - 1) / 9;
@@ -132,7 +135,7 @@ fn a_needle_among_many_keys_is_found() {
                 for (column, need) in [(0, share), (1, 1.0 - share)] {
                     let got = f64::from(found.out[column].to_f32());
                     assert!(
-                        (got - need).abs() <= need / 128.0,
+                        (got - need).abs() <= need * most,
                         "{kind:?}, head dim {head_dim}, key {at}, column {column}: {got}, not {need}"
                     );
                 }
@@ -237,7 +240,11 @@ fn any_number_of_keys_is_computed_alike() {
         let most = if kind == Kind::Fp8 { 0.05 } else { 0.01 };
         for keys in [1, 2, 3, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 130, 191, 193, 255, 256, 257, 385] {
             let problem = problem(1, (3, keys), (4, 2), 128, Mask::FULL);
-            let inputs = Inputs::of(&problem, [1.0, 0.7, 1.5], |x| x);
+            let mut inputs = Inputs::of(&problem, [1.0, 0.7, 1.5], |x| x);
+            if kind != Kind::Fp8 {
+                // Queries in 16 bits have no descale.
+                inputs.descales[0].fill(1.0);
+            }
             let (out, lse) = kind.of(&gpu, &problem, &inputs);
             let (mut errors, mut squares) = (0.0, 0.0);
             for head in 0..4 {
