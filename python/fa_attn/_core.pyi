@@ -90,6 +90,20 @@ def forward(
     division: Optional[Division] = None,
     programs: Optional[Programs] = None,
 ) -> None: ...
+def plain_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Union[CallOptions, Numbers],
+    lengths: Tuple[Any, Any, Any, Any],
+    most: Tuple[int, int],
+    wants_lse: bool,
+    new: Tuple[Callable[[Any], Any], Callable[[Any, int], Any], Callable[[Any], Any]],
+    stream: Optional[int],
+    allocate: Allocate,
+    plans: Optional[Dict[Tuple[int, int], Any]],
+    division: Optional[Division],
+) -> Optional[Tuple[Any, Any]]: ...
 def backward(
     dout: Any,
     q: Any,

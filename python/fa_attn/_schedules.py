@@ -32,7 +32,7 @@ class SchedulerMetadata:
 
     def is_of(self, q, k_cache, v_cache, numbers, is_paged):
         """Whether the call, of padded queries, is the one that was described; outside of torch.compile."""
-        if len(q.shape) != 4 or len(k_cache.shape) != 4:
+        if q.dim() != 4 or k_cache.dim() != 4 or q.is_nested or k_cache.is_nested or v_cache.is_nested:
             return False
         batch, longest, heads_q, headdim = q.shape
         return (

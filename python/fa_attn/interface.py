@@ -166,7 +166,8 @@ def flash_attn_func(
         and dropout_p == 0.0
         and not options
     ):
-        made = face_of(q).plain_attention(q, k, v, (softmax_scale, causal, window_size, softcap, deterministic))
+        arguments = (softmax_scale, causal, window_size, softcap, deterministic)
+        made = face_of(q).plain_attention(q, k, v, arguments)
         if made is not None:
             return made[0]
     tensors, division = read_options("flash_attn_func", options)

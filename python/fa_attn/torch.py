@@ -21,8 +21,6 @@ from ._torch_latents import chosen, largest_scores, repeated, rows_of_pages, sun
 from ._torch_memory import (
     ASKS_STREAM,
     FLOAT,
-    PLAIN,
-    STRIDED,
     allocate,
     are_whole_rows,
     autocast,
@@ -107,9 +105,6 @@ __all__ = [
 
 has_autograd = True
 lends = False
-_F16, _BF16 = torch.float16, torch.bfloat16
-_empty_like = torch.empty_like
-_CONTIGUOUS = torch.contiguous_format
 
 
 def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None):
@@ -161,71 +156,57 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
 
 
-def plain_attention(q, k, v, arguments, lengths=None, metadata=None, division=None, wants_lse=False):
+def plain_attention(q, k, v, arguments, lengths=(None,) * 6, metadata=None, division=None, wants_lse=False):
     """`attention` of tensors that nothing records, converts or differentiates, checked by the extension
     module alone: (out, lse). None where that is not so, and where it refuses, whose error the long way words.
     `arguments`: of `read_numbers`. `lengths`: cu_seqlens_q, cu_seqlens_k, seqused_k and page_table, of which
     any may be None, then max_seqlen_q and max_seqlen_k, which packed sequences have. `metadata`: see
     `fa_attn.get_scheduler_metadata`."""
-    # Functions of a line are written out: a call takes as long as a check.
     if is_compiling() or is_transforming() or is_tracing() or count_modes() or forward_ad._current_level >= 0:
         return None
     numbers = read_numbers(arguments)
-    dtype = q.dtype
-    # Autocast converts float32 and several types.
-    if numbers is None or not (dtype is _BF16 or dtype is _F16):
+    if numbers is None or type(q) is not torch.Tensor:
         return None
-    for x in (q, k, v):
-        if type(x) not in PLAIN or x.dtype is not dtype or x.is_nested or x.layout is not STRIDED:
+    starts_q, starts_k, used, table, most_q, most_k = lengths
+    if table is not None:
+        if used is None:
             return None
-        if x.requires_grad or x.is_neg() or not (x.is_contiguous() or x.stride(-1) == 1):
-            return None
-    shape = q.shape
-    if len(shape) < 3 or v.dim() < 3:
+        starts_k = None
+    if starts_q is None:
+        most_q = 0
+    elif type(most_q) is not int or most_q > LARGEST:
         return None
-    columns = v.shape[-1]
-    # A GPU's kernels read whole multiples of 16 bytes of a row.
-    if shape[-1] % 8 or columns % 8:
+    if starts_k is None:
+        most_k = 0
+    elif type(most_k) is not int or most_k > LARGEST:
         return None
-    extras = plans = None
-    if lengths is not None:
-        starts_q, starts_k, used, table, most_q, most_k = lengths
-        if table is not None:
-            if used is None:
-                return None
-            starts_k = None
-        if starts_q is None:
-            most_q = shape[1]
-        # On the CPU rows without a sequence are 0.
-        elif type(most_q) is not int or most_q > LARGEST or not q.is_cuda:
-            return None
-        if starts_k is None:
-            most_k = 0
-        elif type(most_k) is not int or most_k > LARGEST:
-            return None
-        for x in (starts_q, starts_k, used, table):
-            if x is not None and not (
-                type(x) in PLAIN and not x.is_nested and x.layout is STRIDED and x.is_contiguous()
-            ):
-                return None
-        extras = (starts_q, starts_k, None, used, table, None, None, None, None, None, most_q, most_k)
+    plans = None
     if metadata is not None:
-        if not metadata.is_of(q, k, v, numbers[0], lengths[3] is not None):
+        if not type(k) is type(v) is torch.Tensor:
+            return None
+        if not metadata.is_of(q, k, v, numbers[0], table is not None):
             return None
         plans, division = metadata.plans, metadata.divided(division)
-    if shape[-1] != columns:
-        out = q.new_empty((*shape[:-1], columns))
-    elif q.is_contiguous():
-        out = _empty_like(q)
-    else:
-        out = _empty_like(q, memory_format=_CONTIGUOUS)
-    lse = q.new_empty(lse_shape(q), dtype=FLOAT) if wants_lse or not q.is_cuda else None
+    lengths, most = (starts_q, starts_k, used, table), (most_q, most_k)
     stream = None if ASKS_STREAM else stream_of(q)
     try:
-        _core.forward(q, k, v, out, lse, numbers[1], extras, stream, allocate, plans, division)
+        return _core.plain_forward(
+            q, k, v, numbers[1], lengths, most, wants_lse, _NEW, stream, allocate, plans, division
+        )
     except (_core.InputError, _core.UnsupportedError):
         return None
-    return out, lse
+
+
+def _new_out(q, columns):
+    return q.new_empty((*q.shape[:-1], columns))
+
+
+def _new_lse(q):
+    return q.new_empty(lse_shape(q), dtype=FLOAT)
+
+
+# What makes the results of `plain_attention`.
+_NEW = (torch.empty_like, _new_out, _new_lse)
 
 
 def _refuse_axes(**tensors):

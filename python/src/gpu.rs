@@ -29,8 +29,8 @@ use crate::raw::{extras, floats, on_device, raw};
 /// The most bound kernels that are kept: lengths that never recur must not fill the memory.
 const KEPT: usize = 4096;
 
-/// A map whose keys are hashed in a tenth of the standard library's time, which a call notices. Collisions on
-/// purpose would cost their author time: maps are small, and their keys the caller's own problems and streams.
+/// A map whose keys are hashed in a tenth of the standard library's time, which each call notices. They are
+/// the process's own problems and streams, and few: nobody makes them collide on purpose.
 type Table<K, V> = HashMap<K, V, BuildHasherDefault<Mixed>>;
 
 /// A hash of words, each multiplied into the state.

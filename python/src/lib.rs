@@ -40,7 +40,7 @@ mod xla;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::calls::{append, backward, check_forward, forward, report};
+    use super::calls::{append, backward, check_forward, forward, plain_forward, report};
     #[pymodule_export]
     use super::codes::encode;
     #[pymodule_export]

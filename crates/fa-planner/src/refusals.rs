@@ -9,7 +9,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::str::FromStr;
+use std::str::{FromStr, Split};
 use std::sync::OnceLock;
 
 use fa_core::{Arch, KernelSpec};
@@ -62,8 +62,9 @@ impl FromStr for Refusal {
 
     fn from_str(line: &str) -> Result<Refusal, String> {
         let Line { arch, kernel, params } = Line::of(line)?;
-        let params = params.map(|param| {
-            let (name, values) = param?;
+        let params = params.map(|word| {
+            let (name, values) =
+                word.split_once('=').ok_or_else(|| format!("'{line}': '{word}' has no ="))?;
             Ok((name.to_owned(), values.split('|').map(str::to_owned).collect()))
         });
         let params = params.collect::<Result<Vec<(String, Vec<String>)>, String>>()?;
@@ -75,25 +76,25 @@ impl FromStr for Refusal {
 }
 
 /// A refusal as text, its parameters not yet read.
-struct Line<'a, P> {
+struct Line<'a> {
     arch: Arch,
     kernel: &'a str,
-    /// Names, and values with `|` between them.
-    params: P,
+    params: Split<'a, char>,
 }
 
-impl<'a> Line<'a, ()> {
-    fn of(
-        line: &'a str,
-    ) -> Result<Line<'a, impl Iterator<Item = Result<(&'a str, &'a str), String>> + 'a>, String> {
+impl<'a> Line<'a> {
+    fn of(line: &'a str) -> Result<Line<'a>, String> {
         let mut words = line.split(' ');
         let (Some(arch), Some(kernel)) = (words.next(), words.next()) else {
             return Err(format!("'{line}' is not `ARCH KERNEL PARAMETER=VALUE ..`"));
         };
         let arch = arch.parse().map_err(|error| format!("'{line}': {error}"))?;
-        let param =
-            move |word: &'a str| word.split_once('=').ok_or_else(|| format!("'{line}': '{word}' has no ="));
-        Ok(Line { arch, kernel, params: words.map(param) })
+        Ok(Line { arch, kernel, params: words })
+    }
+
+    /// Names, and values with `|` between them.
+    fn params(self) -> impl Iterator<Item = (&'a str, &'a str)> {
+        self.params.filter_map(|word| word.split_once('='))
     }
 }
 
@@ -129,8 +130,9 @@ impl Refusals {
     fn of_lines(lines: impl Iterator<Item = Cow<'static, str>>) -> Refusals {
         let mut refusals = Refusals { lines: lines.collect(), ..Refusals::default() };
         for (number, line) in refusals.lines.iter().enumerate() {
-            let Ok(Line { arch, params, .. }) = Line::of(line) else { continue };
-            for key in keys(params.flatten()) {
+            let Ok(line) = Line::of(line) else { continue };
+            let arch = line.arch;
+            for key in keys(line.params()) {
                 refusals.found.entry((arch, key)).or_default().push(number);
             }
         }
@@ -154,9 +156,8 @@ impl Refusals {
         let covers = |(param, values): (&str, &str)| {
             own.iter().any(|(own, value)| *own == param && values.split('|').any(|one| one == value))
         };
-        numbers.iter().filter_map(|&number| Line::of(&self.lines[number]).ok()).any(
-            |Line { kernel, params, .. }| kernel == name && params.flatten().skip(KEYS.len()).all(covers),
-        )
+        let mut lines = numbers.iter().filter_map(|&number| Line::of(&self.lines[number]).ok());
+        lines.any(|line| line.kernel == name && line.params().skip(KEYS.len()).all(covers))
     }
 }
 
