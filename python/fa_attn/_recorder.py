@@ -34,13 +34,15 @@ _LOADED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "u8": "i32",
 class Recorder:
     """The lines of a program while a function runs."""
 
-    def __init__(self, constants, device=None, prefix=""):
+    def __init__(self, constants, device=None, is_score=True):
         # Numbers, in the order in which the function names them, that are to be constants.
         self.constants = constants
         # Where a function makes tensors that ask an index for its device.
         self.device = device
+        # Scores have derivatives, masks have none.
+        self.is_score = is_score
         # Of the names of arrays and scalars, so that those of two functions differ.
-        self.prefix = prefix
+        self.prefix = "" if is_score else "m"
         self.lines = []
         self.known = {}
         self.arrays = {}

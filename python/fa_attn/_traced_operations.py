@@ -120,9 +120,19 @@ def _neg(recorder, x):
 
 
 @_named(
-    "pos", "positive", "clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten"
+    "pos", "positive", "clone", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten"
 )
 def _same(recorder, x, *_):
+    return x
+
+
+@_named("detach")
+def _detach(recorder, x):
+    if recorder.is_score and x.kind == "f32":
+        raise UnsupportedError(
+            "`detach` of a number in a score function, whose derivative is that of all that it computes: detach "
+            "the arrays that it reads before"
+        )
     return x
 
 

@@ -499,6 +499,31 @@ def test_refusals_say_what_has_no_equivalent(number):
         Program.of_mask(function)
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def test_derivatives_of_ones_own_are_refused():
+    straight = StraightThrough.apply
+    wrong = [
+        (lambda s, b, h, q, k: StraightThrough.apply(s), "calls a torch.autograd.Function"),
+        (lambda s, b, h, q, k: straight(s), "calls a torch.autograd.Function"),
+        (lambda s, b, h, q, k: s + (torch.round(s) - s).detach(), "`detach` of a number in a score"),
+    ]
+    for mod, message in wrong:
+        with pytest.raises(fa_attn.UnsupportedError, match=message):
+            Program.of_score(mod)
+    # Distances and masks have none.
+    Program.of_score(lambda s, b, h, q, k: s + (q - k).detach())
+    Program.of_mask(lambda b, h, q, k: StraightThrough.apply(q * 0.3).detach() > k)
+
+
 @pytest.mark.parametrize("numbers", [[0, 2**32], [-(2**31) - 1, 0]])
 def test_integers_that_are_read_have_32_bits(numbers):
     # Of ids, those 2^32 apart would be one.
