@@ -336,8 +336,8 @@ def _recorded(recorder, value, seen):
         return recorder.array_proxy(value)
     if recorder.is_score and _is_autograd_function(value):
         raise UnsupportedError(
-            "a score function calls a torch.autograd.Function, whose backward would not be used: write what it "
-            "computes in torch's operations"
+            "a score function calls a torch.autograd.Function, whose backward would not be used: write what "
+            "it computes in torch's operations"
         )
     if isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
         return _with_recorded(recorder, value, seen)
