@@ -215,7 +215,7 @@ def _is_filled(cell):
 def _traced(function, result, names, device):
     constants = set()
     while True:
-        recorder = Recorder(constants, device, prefix="m" if result == "mask" else "")
+        recorder = Recorder(constants, device, is_score=result == "score")
         try:
             text = _text_of(recorder, function, result, names)
             break
@@ -320,6 +320,13 @@ def _cell(recorder, cell, seen):
     return cell if new is content else types.CellType(new)
 
 
+def _is_autograd_function(value):
+    """Whether it is a torch.autograd.Function, or `apply` of one."""
+    function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
+    kinds = (value, getattr(value, "__self__", None))
+    return function is not None and any(isinstance(x, type) and issubclass(x, function) for x in kinds)
+
+
 def _recorded(recorder, value, seen):
     if isinstance(value, bool) or value is None:
         return value
@@ -327,6 +334,11 @@ def _recorded(recorder, value, seen):
         return recorder.number(value)
     if hasattr(value, "__dlpack__") and not type(value).__module__.startswith("torch"):
         return recorder.array_proxy(value)
+    if recorder.is_score and _is_autograd_function(value):
+        raise UnsupportedError(
+            "a score function calls a torch.autograd.Function, whose backward would not be used: write what "
+            "it computes in torch's operations"
+        )
     if isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
         return _with_recorded(recorder, value, seen)
     if type(value) in (list, tuple) and value and len(value) <= 64:

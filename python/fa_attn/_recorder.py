@@ -34,13 +34,15 @@ _LOADED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "u8": "i32",
 class Recorder:
     """The lines of a program while a function runs."""
 
-    def __init__(self, constants, device=None, prefix=""):
+    def __init__(self, constants, device=None, is_score=True):
         # Numbers, in the order in which the function names them, that are to be constants.
         self.constants = constants
         # Where a function makes tensors that ask an index for its device.
         self.device = device
+        # Scores have derivatives, masks have none.
+        self.is_score = is_score
         # Of the names of arrays and scalars, so that those of two functions differ.
-        self.prefix = prefix
+        self.prefix = "" if is_score else "m"
         self.lines = []
         self.known = {}
         self.arrays = {}
@@ -221,7 +223,8 @@ class Recorder:
         if len(arguments) == 1 and not options:
             name = {"max": "amax", "min": "amin"}.get(name, name)
         if name in OF_ROWS:
-            return OF_ROWS[name](self, *arguments, **options)
+            with _named_refusal(name, arguments):
+                return OF_ROWS[name](self, *arguments, **options)
         rows = [one.row() if isinstance(one, (Row, Indexed)) else None for one in arguments]
         if any(row is not None for row in rows):
             return self._by_element(name, arguments, options)
@@ -245,12 +248,9 @@ class Recorder:
             raise UnsupportedError(
                 f"`{name}` with {int(wide.value)}: integers of a mask or score function have 32 bits"
             )
-        try:
+        with _named_refusal(name, arguments):
             made = operation(self, *given, **options)
             return copy.copy(made) if any(made is one for one in given) else made
-        except (TypeError, AttributeError) as error:
-            shown = ", ".join(map(short, arguments))
-            raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
 
     def _in_place(self, name, arguments, options):
         """The operation, of which the first argument becomes the result."""
@@ -303,9 +303,19 @@ class Recorder:
         return Row(self, made)
 
 
+@contextlib.contextmanager
+def _named_refusal(name, arguments):
+    """Of an operation that does not take what it is given, the error that says so."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        shown = ", ".join(map(short, arguments))
+        raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
+
+
 def _place_in_base(tensor):
-    """(array, indices) of a tensor of one number that is an element of another, as `t[0]` is: several of these
-    are read from one array. None where it has a gradient of its own, or is none."""
+    """(array, indices) of a tensor of one number that is an element of another, as `t[0]` is: several of
+    these are read from one array. None where it has a gradient of its own, or is none."""
     base = getattr(tensor, "_base", None)
     if base is None or not 1 <= base.dim() <= 4 or base.dtype != tensor.dtype or not base.is_contiguous():
         return None

@@ -31,6 +31,9 @@ def _binary(symbol, *names, kinds=("i32", "f32")):
         if alpha != 1:
             b = OPERATIONS["mul"](recorder, b, recorder.operand(alpha))
         (a, b), kind = recorder.promoted(a, b)
+        if kind == "bool" and symbol == "+":
+            # Of truth values a sum is one, too.
+            return OPERATIONS["or"](recorder, a, b)
         if kind not in kinds:
             a, b = (recorder.converted(x, "i32") for x in (a, b))
             kind = "i32"
@@ -119,10 +122,18 @@ def _neg(recorder, x):
     return recorder.line(f"-{x.name}", x.kind, x)
 
 
-@_named(
-    "pos", "positive", "clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten"
-)
+@_named("pos", "positive", "clone", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten")
 def _same(recorder, x, *_):
+    return x
+
+
+@_named("detach")
+def _detach(recorder, x):
+    if recorder.is_score and x.kind == "f32":
+        raise UnsupportedError(
+            "`detach` of a number in a score function, whose derivative is that of all that it computes: "
+            "detach the arrays that it reads before"
+        )
     return x
 
 
@@ -697,6 +708,9 @@ def _reduction(name, start, *names):
             return row if start != "truth" else recorder.converted(row, "bool")
         elements = _row(recorder, names[0], row, dim, axis)
         made = elements[0] if start is None else recorder.operate(start, (elements[0],), {})
+        if start == "pos" and made.kind == "bool":
+            # Truth values are counted.
+            made = recorder.converted(made, "i32")
         for one in elements[1:]:
             made = recorder.operate(name, (made, one), {})
         return made

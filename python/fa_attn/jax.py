@@ -488,7 +488,9 @@ def dot_product_attention(
         window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
     has_mask = is_causal or window != (-1, -1)
     band = None
-    if has_mask and query_seq_lengths is not key_value_seq_lengths:
+    are_equal = query_seq_lengths is key_value_seq_lengths
+    query_seq_lengths, key_value_seq_lengths = map(_lengths, (query_seq_lengths, key_value_seq_lengths))
+    if has_mask and not are_equal:
         # By indices, since the bottom right is elsewhere in each sequence.
         band, is_causal, window = _band(is_causal, window), False, (-1, -1)
         has_mask = False
@@ -514,6 +516,17 @@ def dot_product_attention(
         return out
     lse = jnp.swapaxes(lse, -1, -2).astype(key.dtype)
     return out, lse if has_batch else lse[0]
+
+
+def _lengths(given: Any) -> Any:
+    """Lengths as int32: integers of numpy have 64 bits."""
+    if given is None:
+        return None
+    given = given if hasattr(given, "dtype") else np.asarray(given)
+    if given.dtype == np.int32 or not np.issubdtype(given.dtype, np.integer):
+        return given
+    clip = np.clip if isinstance(given, np.ndarray) else jnp.clip
+    return jnp.asarray(clip(given, 0 if given.dtype.kind == "u" else -1, 2**31 - 1), jnp.int32)
 
 
 def _band(is_causal: bool, window: Any) -> str:

@@ -145,6 +145,15 @@ def test_dot_product_attention_with_lengths_that_differ(options):
         near(one, other)
 
 
+def test_lengths_of_any_integers_are_taken():
+    want = jax.nn.dot_product_attention(Q, K, V, key_value_seq_lengths=jnp.asarray([15, 9], jnp.int32))
+    for given in ([15, 9], np.array([15, 9]), np.array([15, 9], np.uint8)):
+        near(dot_product_attention(Q, K, V, key_value_seq_lengths=given), want)
+    for given in ([15, -9], [15.0, 9.0], np.array([15, 2**32 + 9])):
+        with pytest.raises(ValueError, match="seqused_k"):
+            dot_product_attention(Q, K, V, key_value_seq_lengths=given)
+
+
 def test_ranks_are_not_promoted():
     """Programs may forbid it by jax_numpy_rank_promotion."""
     codes, descale = fa_attn.quantize_kv(K, per="head")

@@ -234,6 +234,7 @@ SCORES = {
     "where as a method": lambda s, b, h, q, k: s.where(q >= k, s * 0.5) + FORGET[0, 0, 0].where(h > 1, 0.25),
     "waves": lambda s, b, h, q, k: s + torch.sin(q * 0.1) * torch.cos(k / 10),
     "MLP of a distance": mlp,
+    "sums of booleans": lambda s, b, h, q, k: s + ((q > k) + (q > 2)) * 2 + (q > k) * (k > 3),
     "booleans": lambda s, b, h, q, k: s * (q >= k) + VALID[b, k] * 0.5,
     "modulo of numbers": lambda s, b, h, q, k: s % 1.5 + (k / 7) // 2,
     "zero-dim tensor": lambda s, b, h, q, k: s * SLOPES[1] + SLOPES.sum(),
@@ -443,7 +444,8 @@ def test_values_that_python_reads_are_read_anew():
         for point, (visible, _, _) in zip(given, after.evaluate(given)):
             assert visible == bool(eager(mask, point, True)), (at, after.text)
     # What is read where it lies, and what a form says, lasts.
-    assert Program.of_mask(lambda b, h, q, k: (q - k <= numbers[0]) & (k < len(numbers) * numbers.numel() * 8)).is_lasting
+    size = lambda: len(numbers) * numbers.numel() * 8  # noqa: E731
+    assert Program.of_mask(lambda b, h, q, k: (q - k <= numbers[0]) & (k < size())).is_lasting
 
 
 def test_elements_of_one_array_are_one_array():
@@ -486,6 +488,7 @@ REFUSED = [
     (lambda b, h, q, k: draw(4, 65)[h].sum() > 0, "a row of 65 numbers .* 1 to 64 are computed"),
     (lambda b, h, q, k: (POINTS[q] + PLACES[k]).sum() > 0, "`add` of rows of 2 and 3 numbers"),
     (lambda b, h, q, k: torch.nn.functional.embedding(q, BUCKETS, 0)[h] > 0, "without padding_idx"),
+    (lambda b, h, q, k: torch.stack([q, k]).sum(dtype=torch.int8) > 0, "`sum` cannot take"),
     (lambda b, h, q, k: (q - k).div_(2) > 0, "`div` in place gives f32 to i32"),
     (lambda b, h, q, k: EDGES.add_(q)[0] > k, "`add` changes an array in place"),
     (7, "mask_mod is a function, a text or a Program, not 7"),
@@ -497,6 +500,31 @@ def test_refusals_say_what_has_no_equivalent(number):
     function, message = REFUSED[number]
     with pytest.raises(ValueError, match=message):
         Program.of_mask(function)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def test_derivatives_of_ones_own_are_refused():
+    straight = StraightThrough.apply
+    wrong = [
+        (lambda s, b, h, q, k: StraightThrough.apply(s), "calls a torch.autograd.Function"),
+        (lambda s, b, h, q, k: straight(s), "calls a torch.autograd.Function"),
+        (lambda s, b, h, q, k: s + (torch.round(s) - s).detach(), "`detach` of a number in a score"),
+    ]
+    for mod, message in wrong:
+        with pytest.raises(fa_attn.UnsupportedError, match=message):
+            Program.of_score(mod)
+    # Distances and masks have none.
+    Program.of_score(lambda s, b, h, q, k: s + (q - k).detach())
+    Program.of_mask(lambda b, h, q, k: StraightThrough.apply(q * 0.3).detach() > k)
 
 
 @pytest.mark.parametrize("numbers", [[0, 2**32], [-(2**31) - 1, 0]])
