@@ -381,6 +381,15 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     codes8, descale8 = fa_attn.quantize_kv(k, "int8", "token_head")
     assert torch.equal(compiled(q, codes8, descale8), call(q, codes8, descale8))
 
+    def call_of_int4(q, k, descale):
+        named = dict(k_descale=descale, v_descale=descale, kv_cache_dtype="int4")
+        return fa_attn.flash_attn_func(q, k, k, **named)
+
+    codes4, descale4 = fa_attn.quantize_kv(k, "int4", "token_head")
+    compiled = torch.compile(call_of_int4, fullgraph=True, backend="eager")
+    got = compiled(q, codes4, descale4)
+    assert got.shape == q.shape and torch.equal(got, call_of_int4(q, codes4, descale4))
+
 
 @pytest.mark.parametrize("library", libraries())
 def test_a_cache_is_named_by_what_it_holds(library):

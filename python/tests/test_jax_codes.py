@@ -1,4 +1,4 @@
-"""K and V of 8 bits, `qv` and FlashMLA's functions on jax's arrays: eagerly, under jit and vmap, against
+"""K and V in codes, `qv` and FlashMLA's functions on jax's arrays: eagerly, under jit and vmap, against
 the results on the values that codes stand for.
 
 pip install jax pytest && python -m pytest tests/test_jax_codes.py
@@ -34,21 +34,22 @@ def per_row(x, codes):
 
 
 @pytest.mark.parametrize("per", ("tensor", "head", "sequence_head", "token_head"))
-@pytest.mark.parametrize("kind", ("e4m3", "int8"))
+@pytest.mark.parametrize("kind", ("e4m3", "int8", "int4"))
 def test_caches_of_codes(kind, per):
     q, k, v = normal(2, 3, 4, 16), normal(2, 9, 2, 16, seed=1), normal(2, 9, 2, 16, seed=2)
     (k8, k_descale), (v8, v_descale) = (fa_attn.quantize_kv(x, kind, per) for x in (k, v))
     bits, own = fa_attn.quantize_kv(np.asarray(k), kind, per)
-    assert k8.dtype == (jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
+    assert k8.dtype == {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.uint8}[kind]
+    named = {"kv_cache_dtype": "int4"} if kind == "int4" else {}
     assert (np.asarray(k_descale) == own).all()
     assert (np.asarray(k8).view(bits.dtype) == bits).all()
     again = jax.jit(lambda x: fa_attn.quantize_kv(x, kind, per))(k)
     assert (again[0].view(jnp.uint8) == k8.view(jnp.uint8)).all()
-    values = [fa_attn.dequantize_kv(x, d) for x, d in ((k8, k_descale), (v8, v_descale))]
+    values = [fa_attn.dequantize_kv(x, d, kv_dtype=kind) for x, d in ((k8, k_descale), (v8, v_descale))]
     want = flash_attn_func(q, *values, causal=True)
 
     def call(q, k8, v8, k_descale, v_descale):
-        return flash_attn_func(q, k8, v8, causal=True, k_descale=k_descale, v_descale=v_descale)
+        return flash_attn_func(q, k8, v8, causal=True, k_descale=k_descale, v_descale=v_descale, **named)
 
     arguments = (q, k8, v8, k_descale, v_descale)
     near(call(*arguments), want)

@@ -65,6 +65,7 @@ def test_plans_are_those_of_the_command_line():
     ("options", "fields", "kernel"),
     [
         (dict(kv_dtype="int8"), {"kv_dtype": "int8"}, "sm80_fwd-bf16-int8kv-hd128"),
+        (dict(kv_dtype="int4"), {"kv_dtype": "int4"}, "sm80_fwd-bf16-int4kv-hd128"),
         (
             dict(kv_dtype="float8_e4m3fn", descales="token_head", page=16, pages=4096),
             {"kv_dtype": "e4m3", "k_descale": "token_head", "v_descale": "token_head"},
@@ -115,9 +116,9 @@ def test_eight_bits_that_are_no_problem_are_named(options, fault):
         fa_attn.problem(1, 8, **options)
 
 
-@pytest.mark.parametrize("kv_dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "int8", "int4"])
 @pytest.mark.parametrize("form", ["head", "sequence_head", "token_head"])
-def test_kernels_of_eight_bit_caches(kv_dtype, form):
+def test_kernels_of_caches_of_codes(kv_dtype, form):
     problem = fa_attn.problem(
         2, "5x40", heads="4:2", head_dim=32, dtype="f32", kv_dtype=kv_dtype, descales=form, causal=True
     )
@@ -128,14 +129,17 @@ def test_kernels_of_eight_bit_caches(kv_dtype, form):
     per_sequence = {"sequence_head": (2, 2)}.get(form, k_descale.shape)
     k_descale, v_descale = (x.reshape(per_sequence) for x in (k_descale, v_descale))
     out, lse = kernels.forward(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
-    k, v = fa_attn.dequantize_kv(k8, k_descale), fa_attn.dequantize_kv(v8, v_descale)
+    pairs = ((k8, k_descale), (v8, v_descale))
+    k, v = (fa_attn.dequantize_kv(*pair, kv_dtype=kv_dtype) for pair in pairs)
     for at in range(2):
         want, want_lse, _ = reference.attention(q[at], k[at], v[at], causal=True)
         close(out[at], want)
         close(lse[at], want_lse)
     with pytest.raises(fa_attn.InputError, match="^k_descale: missing"):
         kernels.forward(q, k8, v8, v_descale=v_descale)
-    with pytest.raises(fa_attn.InputError, match="^k holds float32: bound is"):
+    is_half = kv_dtype == "int4"
+    fault = r"^k has the shape .*: bound is \(2, 40, 2, 16\)" if is_half else "^k holds float32: bound is"
+    with pytest.raises(fa_attn.InputError, match=fault):
         kernels.forward(q, k, v8, k_descale=k_descale, v_descale=v_descale)
     for bad in (-1.0, np.inf, np.nan):
         wrong = k_descale.copy()

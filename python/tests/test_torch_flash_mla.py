@@ -378,6 +378,7 @@ def test_a_compiled_step_on_rows_of_choice(width, columns):
         (20, 20, {}),
         (36, 12, dict(latent=True, scale=0.2)),
         (24, 20, dict(kv_dtype="e4m3")),
+        (24, 20, dict(kv_dtype="int4")),
         (24, 24, dict(kv_dtype="e4m3", out_dtype="bf16")),
     ],
 )
@@ -388,14 +389,17 @@ def test_rows_are_rounded_up_for_a_gpu(columns, columns_v, options):
     columns_k = columns - columns_v if numbers.latent else columns
     q = torch.randn(2, 3, 4, columns)
     k, v = torch.randn(2, 9, 2, columns_k), torch.randn(2, 9, 2, columns_v)
-    if numbers.kv_dtype:
+    if numbers.kv_dtype == "int4":
+        k, v = (fa_attn.quantize_kv(x, "int4", descale=torch.ones(1))[0] for x in (k, v))
+    elif numbers.kv_dtype:
         k, v = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (k, v))
     if numbers.out_dtype:
         q = q.to(torch.float8_e4m3fn).view(torch.uint8)
-    step = 16 if numbers.kv_dtype else 8
-    assert are_whole_rows(k, columns, columns_v) is (columns % step == columns_v % step == 0)
+    per = numbers.per_element
+    step = 16 * per if numbers.kv_dtype else 8
+    assert are_whole_rows(k, columns, columns_v, per) is (columns % step == columns_v % step == 0)
     wide = on_whole_rows(q, k, v, numbers)
-    assert all(x.shape[-1] % step == 0 for x in wide[:3])
+    assert all(x.shape[-1] * own % step == 0 for x, own in zip(wide, (1, per, per)))
     face = fa_attn.torch
     want, want_lse = face.attention(q, k, v, numbers, None)
     out, lse = face.attention(*wide, None)

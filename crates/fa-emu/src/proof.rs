@@ -185,15 +185,15 @@ impl Trial {
         let own = Arguments { extras: extras.view(), program: inputs.as_ref(), ..Arguments::default() };
         let of_forward = Arguments { extras: fa_cpu::Extras { dlse: None, ..own.extras }, ..own };
         let rows = rows(problem, &own.extras);
+        if problem.types.kv.is_code() {
+            let call = (own, program.clone());
+            return Trial::of_codes(problem, placement, extras, call, host, rows);
+        }
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
-        if problem.types.kv.is_code() {
-            let call = (own, program.clone());
-            return Trial::of_codes(problem, placement, extras, call, host, rows);
-        }
         let low = reference::low_precision::forward_extras(problem, of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
@@ -459,7 +459,8 @@ fn normal<T: Half>(problem: &Problem) -> [Vec<T>; 4] {
             None => value,
         };
         let mut random = Random::new(i as u64 + 1);
-        (0..shapes[i].iter().product()).map(|_| T::from_f32(number(random.normal()))).collect()
+        let numbers = shapes[i].iter().product::<usize>() * kinds[i].map_or(1, Codes::per_byte);
+        (0..numbers).map(|_| T::from_f32(number(random.normal()))).collect()
     })
 }
 
