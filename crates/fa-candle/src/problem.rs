@@ -62,7 +62,6 @@ impl Posed {
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
         let dtype = dtype_of(q)?;
         let codes = codes_of(k.dtype()).filter(|_| q.dtype() != CODES);
-        let is_code = codes.is_some() || q.dtype() == CODES;
         let of_kv = if codes.is_some() { k.dtype() } else { q.dtype() };
         for (name, tensor) in [("k", k), ("v", v)] {
             same_device(name, tensor, q)?;
