@@ -20,6 +20,9 @@ const GLOBAL_BANK: &str = ".nv.constant4";
 /// Attributes of `.nv.info` that name a function: their value is a symbol and a number.
 const FORMAT_WORDS: u8 = 4;
 
+/// The attribute of `.nv.info` of an entry that begins with a symbol: the bank of its parameters.
+const PARAM_BANK: u8 = 0x0a;
+
 /// A hash of what each entry of a cubin executes: `.text`, `.nv.info`, `.nv.constant` and relocations of the
 /// entry, and constants without an entry. Two cubins with equal hashes run alike whatever their sources call
 /// things, as long as they read no global data ([`GLOBAL_BANK`]).
@@ -127,6 +130,8 @@ impl<'a> Elf<'a> {
                 self.relocations(bytes, &mut hash)?;
             } else if *name == ".nv.info" {
                 self.attributes(bytes, entry, &mut hash)?;
+            } else if kind == ".nv.info" {
+                own_attributes(bytes, &mut hash)?;
             } else {
                 hash.update(bytes);
             }
@@ -165,6 +170,20 @@ impl<'a> Elf<'a> {
         }
         Some(())
     }
+}
+
+/// The attributes of an entry, without the number of the symbol of its parameters.
+fn own_attributes(bytes: &[u8], hash: &mut Sha256) -> Option<()> {
+    let mut at = 0;
+    while at < bytes.len() {
+        let (format, code) = (*bytes.get(at)?, *bytes.get(at + 1)?);
+        let size = if format == FORMAT_WORDS { number::<2>(bytes, at + 2)? as usize } else { 0 };
+        let skipped = if code == PARAM_BANK && format == FORMAT_WORDS { size.min(4) } else { 0 };
+        hash.update(bytes.get(at..at + 4)?);
+        hash.update(bytes.get(at + 4 + skipped..at + 4 + size)?);
+        at += 4 + size;
+    }
+    Some(())
 }
 
 #[cfg(test)]
