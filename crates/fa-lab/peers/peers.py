@@ -48,6 +48,7 @@ Peers (fa_peers/kernels.py):
     cudnn   the same, cuDNN backend
     fa3     FlashAttention 3: the PyPI wheel fa3-fwd (forward, bf16), or a full build (flash_attn_interface)
     fa4     FlashAttention 4 (flash_attn.cute)
+    flashinfer  FlashInfer of keys in pages, planned beforehand (it compiles by nvcc at its first call)
 
 How it is timed: inputs are random normal, in BSHD memory for every peer. After a warm-up every call stands
 between two CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's

@@ -10,7 +10,7 @@ import weakref
 from unittest import mock
 
 from fa_peers.inputs import Inputs
-from fa_peers.kernels import LOADERS, Package, Sdpa
+from fa_peers.kernels import LOADERS, FlashInfer, Package, Sdpa
 from fa_peers.report import Refused
 from fa_peers.request import checked_request, compile_key
 from fa_peers.timing import Replay
@@ -219,6 +219,24 @@ MARKS = [
     ("no sinks, window", {"causal": False, "window": [127, 0], "seqlen_q": 100}, FUNC, FUNC),
     ("sinks --mode bwd", {"sinks": True, "mode": "bwd"}, "forward only", FUNC),
 ]
+
+
+class Flashinfer(unittest.TestCase):
+    def test_it_is_asked_for_keys_in_pages_and_whole_queries(self):
+        peer = FlashInfer.__new__(FlashInfer)
+        peer.refuse(checked_request(request(sequences=PAGED, graph=16)))
+        peer.refuse(checked_request(request(sequences=PAGED, causal=False, window=[63, 0])))
+        in_part = {**PAGED, "q": {"store": "padded", "lens": [10, 3]}}
+        for changes, why in [
+            ({}, "pages only"),
+            ({"sequences": PACKED}, "pages only"),
+            ({"sequences": PAGED, "mode": "bwd"}, "forward only"),
+            ({"sequences": PAGED, "sinks": True}, "no sinks"),
+            ({"sequences": in_part}, "used in part"),
+            ({"sequences": PAGED, "causal": False, "window": [63, 5]}, "end at the diagonal"),
+        ]:
+            with self.subTest(why=why), self.assertRaisesRegex(Refused, why):
+                peer.refuse(checked_request(request(**changes)))
 
 
 class Graphs(unittest.TestCase):

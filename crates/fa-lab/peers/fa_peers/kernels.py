@@ -125,6 +125,75 @@ class Package:
         return out[0] if isinstance(out, (tuple, list)) else out
 
 
+class FlashInfer:
+    """FlashInfer's wrappers for keys in pages, which plan a request's work before its calls."""
+
+    # Of its own: partial results and plans.
+    WORKSPACE = 256 << 20
+
+    def __init__(self, torch):
+        import flashinfer
+
+        self.torch = torch
+        self.wrappers = flashinfer
+        self.workspace = torch.empty(self.WORKSPACE, dtype=torch.uint8, device="cuda")
+        self.request = self.wrapper = None
+
+    def refuse(self, request):
+        if request["mode"] == "bwd":
+            raise Refused("FlashInfer has the forward only")
+        if request.get("sinks") or request.get("alibi") or request.get("deterministic"):
+            raise Refused("FlashInfer is asked for no sinks, no slopes and no equal bits here")
+        if stores(request)[1] != "paged":
+            raise Refused("FlashInfer is asked for keys in pages only")
+        if request["head_dim"] != request["head_dim_v"]:
+            raise Refused("FlashInfer is asked for K and V of one head dim only")
+        queries = request["sequences"]["q"]
+        if queries["store"] == "padded" and any(own != request["seqlen_q"] for own in queries["lens"]):
+            raise Refused("FlashInfer takes no queries that are used in part")
+        if (request.get("window") or [None, 0])[1] != 0:
+            raise Refused("FlashInfer's windows end at the diagonal")
+
+    def plan(self, tensors, request):
+        """The wrapper of a request: planned at its first call, for all input sets, whose pages are the same."""
+        torch, queries, keys = self.torch, request["sequences"]["q"], request["sequences"]["k"]
+        page, table = keys["page"], tensors["table"].cpu()
+        pages = [-(-own // page) for own in keys["lens"]]
+
+        def starts(lens):
+            return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+        rows = [table[row, :count] for row, count in enumerate(pages)]
+        last = [own - max(count - 1, 0) * page for own, count in zip(keys["lens"], pages, strict=True)]
+        of_keys = (starts(pages), torch.cat(rows), torch.tensor(last, dtype=torch.int32))
+        heads = (request["heads_q"], request["heads_kv"], request["head_dim"], page)
+        dtype = tensors["q"].dtype
+        options = dict(q_data_type=dtype, kv_data_type=dtype, logits_soft_cap=request.get("softcap"))
+        if request.get("window"):
+            left = request["window"][0]
+            options["window_left"] = -1 if left is None else left
+        if all(own == 1 for own in queries["lens"]):
+            # As its documentation advises for groups of four heads and more.
+            grouped = request["heads_q"] >= 4 * request["heads_kv"]
+            wrapper = self.wrappers.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, "NHD", use_tensor_cores=grouped
+            )
+            wrapper.plan(*(own.cuda() for own in of_keys), *heads, **options)
+        else:
+            wrapper = self.wrappers.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+            causal = request["causal"] or bool(request.get("window"))
+            of_all = (starts(queries["lens"]), *of_keys)
+            wrapper.plan(*(own.cuda() for own in of_all), *heads, causal=causal, **options)
+        return wrapper
+
+    def __call__(self, tensors, request):
+        if self.request is not request:
+            self.request, self.wrapper = request, self.plan(tensors, request)
+        q = tensors["q"]
+        out = self.wrapper.run(q.reshape(-1, *q.shape[-2:]), (tensors["k"], tensors["v"]))
+        return out.view(q.shape)
+
+
 def load_fa3(_torch):
     try:
         # Importing the module registers its operators; the wheel is built without the backward and f16.
@@ -150,6 +219,15 @@ LOADERS = {
     "cudnn": lambda torch: Sdpa(torch, "CUDNN_ATTENTION"),
     "fa3": load_fa3,
     "fa4": load_fa4,
+    "flashinfer": FlashInfer,
+}
+
+
+# What the packages are called, of which one is installed.
+_PACKAGES = {
+    "fa3": ("fa3-fwd", "flash-attn-3"),
+    "fa4": ("flash-attn-4",),
+    "flashinfer": ("flashinfer-python",),
 }
 
 
@@ -159,7 +237,7 @@ def versions(torch):
     cudnn = torch.backends.cudnn.version()
     if cudnn:
         found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
-    for name, packages in {"fa3": ("fa3-fwd", "flash-attn-3"), "fa4": ("flash-attn-4",)}.items():
+    for name, packages in _PACKAGES.items():
         for package in packages:
             try:
                 found[name] = f"{package} {importlib.metadata.version(package)}"

@@ -10,6 +10,9 @@ use super::problem::{descales, narrower};
 use super::varied::packed_of;
 use crate::sequences::{Ragged, Sequences};
 
+/// Keys of the longest of many sequences.
+const MOST_KEYS: usize = 330;
+
 const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
 
 /// The cases of a kernel of a given spec: every edge case that its fields allow. Extents select from one
@@ -40,9 +43,12 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
         MaskKind::Causal => &[Mask::CAUSAL],
         MaskKind::Window => &[Mask::window(70, 9), Mask::causal_window(130)],
     };
+    // Kernels that divide keys plan few tiles by their CTAs: a batch of many has the plan kernel.
+    let plans_many = spec.reads.varied && spec.split;
     let mut cases = Vec::new();
     for &mask in masks {
-        for (turn, &(seqlen_q, seqlen_k)) in lengths.iter().enumerate() {
+        let more = plans_many.then_some((1, MOST_KEYS));
+        for (turn, (seqlen_q, seqlen_k)) in lengths.iter().copied().chain(more).enumerate() {
             // Some problems narrower than the tile.
             let narrow = if turn % 3 == 2 { narrower(spec) } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
@@ -70,6 +76,7 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
             if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
                 let case = match spec.reads {
                     Reads { varied: false, .. } => case(group, problem),
+                    _ if turn == lengths.len() => case_of(group, "", problem, many(spec)),
                     _ => case_of(group, "", problem, varied(spec, turn, (seqlen_q, seqlen_k))),
                 };
                 cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case });
@@ -111,4 +118,18 @@ fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
         (_, false) => Ragged::packed_in(&of_k, &slots(&of_k), 3),
     };
     Sequences { q: queries, k: keys }
+}
+
+/// A step of forty sequences, more than the CTAs of a kernel plan for themselves.
+fn many(spec: &KernelSpec) -> Sequences {
+    let lens: Vec<usize> = (0..40).map(|i| MOST_KEYS - 8 * i).collect();
+    let keys = match spec.reads.paged {
+        true => {
+            let page =
+                PAGES.into_iter().find(|&page| loads_pages(spec, page)).expect("pages of a multiple of 8");
+            pages_of(&lens, page, 1)
+        }
+        false => Ragged::padded(&lens, MOST_KEYS + 7),
+    };
+    Sequences { q: Ragged::uniform(lens.len(), 1), k: keys }
 }

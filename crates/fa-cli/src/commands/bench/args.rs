@@ -110,13 +110,13 @@ pub(crate) struct GpuArgs {
     /// Choose among the kernels of this family, even if others are faster here
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
-    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON)
-    /// has them
+    /// Time torch's attention backends, FlashAttention 3 and 4, and of keys in pages FlashInfer as well, as
+    /// far as python3 (or FA_PYTHON) has them
     #[arg(long)]
     pub peers: bool,
-    /// Time only these peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4)
+    /// Time only these peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4, flashinfer)
     #[arg(long = "peer", value_name = "PEER,..", value_delimiter = ',', requires = "peers")]
-    #[arg(conflicts_with_all = ["append", "draw"], value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
+    #[arg(conflicts_with_all = ["append", "draw"], value_parser = ["fa2", "cudnn", "fa3", "fa4", "flashinfer"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]

@@ -47,6 +47,7 @@ fn digits(value: f64) -> String {
 fn short_name(peer: &str) -> String {
     match peer {
         "cudnn" => "cuDNN".to_owned(),
+        "flashinfer" => "FlashInfer".to_owned(),
         other => other.to_ascii_uppercase(),
     }
 }
