@@ -118,8 +118,8 @@ fn a_needle_among_many_keys_is_found() {
         rows(&mut base.codes[2], head_dim).for_each(|row| row[1] = one);
         let (q, scores) = one_row(&problem, &base);
         for kind in kinds(&gpu) {
-            // The needle's score is a sum that the fp8 tensor core truncates after every 32 products: over 256
-            // of them 0.012 of 12, and as much of the needle's share.
+            // The needle's score is a sum that the fp8 tensor core truncates after every 32 products: over
+            // 256 of them 0.012 of 12, and as much of the needle's share.
             let most = if kind == Kind::Fp8 && head_dim == 256 { 1.0 / 64.0 } else { 1.0 / 128.0 };
             let forward = kind.bind(&gpu, &problem, None);
             for place in 0..10 {

@@ -290,8 +290,8 @@ impl KernelSpec {
         let has_whole_keys = self.backward().is_some_and(|own| own.whole_keys);
         if has_whole_keys && (varied || self.mask == MaskKind::Window || self.score.program.is_some()) {
             return conflict(
-                "whole_keys needs varied = false, a full or causal mask and no program: a tile has all keys of \
-                 a sequence, and every query sees one of them; use whole_keys = false"
+                "whole_keys needs varied = false, a full or causal mask and no program: a tile has all keys \
+                 of a sequence, and every query sees one of them; use whole_keys = false"
                     .into(),
             );
         }

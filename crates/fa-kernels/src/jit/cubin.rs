@@ -12,9 +12,9 @@ const DIGITS: usize = 16;
 const SYMBOLS: u32 = 2;
 const NO_BITS: u32 = 8;
 
-/// The bank with the addresses of global data: of all constants in the source that have a name, whether or not
-/// an instruction reads them, by the order of their mangled names. A kernel that reads none has no operand in
-/// it (`c[0x4]` in machine code), and is the same whatever it holds.
+/// The bank with the addresses of global data: of all constants in the source that have a name, whether or
+/// not an instruction reads them, by the order of their mangled names. A kernel that reads none has no
+/// operand in it (`c[0x4]` in machine code), and is the same whatever it holds.
 const GLOBAL_BANK: &str = ".nv.constant4";
 
 /// Attributes of `.nv.info` that name a function: their value is a symbol and a number.

@@ -109,8 +109,8 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
 pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
-/// Whether the CTAs of the kernel can plan for themselves (`attn/plan_few.cuh`): SM90 forwards that divide the
-/// keys of sequences whose lengths are on the device (`plans_for_itself` in `attn/scheduler.cuh`).
+/// Whether the CTAs of the kernel can plan for themselves (`attn/plan_few.cuh`): SM90 forwards that divide
+/// the keys of sequences whose lengths are on the device (`plans_for_itself` in `attn/scheduler.cuh`).
 pub(crate) fn plans_for_itself(spec: &KernelSpec) -> bool {
     let divides = spec.reads.varied && spec.split;
     match spec.kernel {
@@ -370,9 +370,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     if spec.reads.varied {
         let _ = writeln!(
             text,
-            "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, config.split, \
-             {}, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == {PLAN_THREADS} && \
-             kPlanCtas == {PLAN_CTAS});\n",
+            "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
+             config.split, {}, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
+             {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});\n",
             plans_in_clusters(spec),
             plans_for_itself(spec),
             matches!(spec.kernel, Kernel::Sm90Wide(_))

@@ -104,8 +104,8 @@ impl Workshop {
     }
 }
 
-/// What is wrong with the machine code of a kernel: instructions that it must hold, local memory, which nothing
-/// may touch whatever the log says of spills, and global data, which hashes of code leave out
+/// What is wrong with the machine code of a kernel: instructions that it must hold, local memory, which
+/// nothing may touch whatever the log says of spills, and global data, which hashes of code leave out
 /// ([`entry_codes`]). Without a disassembler the log's word is taken.
 fn machine_code_fault(spec: Option<&KernelSpec>, cubin: &[u8]) -> Result<Option<String>> {
     let Some(tool) = toolchain::find_tool("nvdisasm") else { return Ok(None) };

@@ -116,7 +116,8 @@ pub(crate) struct GpuArgs {
     pub peers: bool,
     /// Time only these peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4, flashinfer)
     #[arg(long = "peer", value_name = "PEER,..", value_delimiter = ',', requires = "peers")]
-    #[arg(conflicts_with_all = ["append", "draw"], value_parser = ["fa2", "cudnn", "fa3", "fa4", "flashinfer"])]
+    #[arg(conflicts_with_all = ["append", "draw"])]
+    #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4", "flashinfer"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]

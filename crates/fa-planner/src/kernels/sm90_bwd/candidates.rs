@@ -68,8 +68,9 @@ pub fn candidates(
 const WHOLE_QUERIES: usize = 128;
 
 /// The kernel whose CTAs have all keys of a sequence and store dQ in 16 bits, for short sequences of equal
-/// lengths, whose time is that of their bytes: f32 sums of dQ are 4 of 13 tensors' worth of them. Of the tiles
-/// that were measured those of 64 queries are the fastest, except for 128 queries at head dim 32 (NB-182).
+/// lengths, whose time is that of their bytes: f32 sums of dQ are 4 of 13 tensors' worth of them. Of the
+/// tiles that were measured those of 64 queries are the fastest, except for 128 queries at head dim 32
+/// (NB-182).
 fn with_whole_keys(problem: &Problem, dims: [u32; 2], tile_order: TileOrder) -> Option<KernelSpec> {
     let queries = problem.lengths.max_q();
     let (tile_m, atom_layout_m_dq) = match dims {
