@@ -116,7 +116,7 @@ fn what_has_no_codes_or_no_gradients_is_refused_by_name() -> Result<()> {
         (attention(&q, &k, &k, &with_descale), "v_descale with K and V in f32"),
         (attention(&q, &codes, &codes, &with_descale), "v_descale"),
         (attention(&tracked, &codes, &codes, &options), "K and V in codes have no gradients"),
-        (attention(&codes, &codes, &k, &options), "the type of k"),
+        (attention(&codes, &codes, &k, &options), "the type of q"),
         (attention(&codes, &k, &k, &options), "the type of q"),
         (attention(&q, &codes, &codes, &options.with_q_descale(Some(&descale))), "q_descale"),
     ] {

@@ -64,7 +64,7 @@ const FAULTS: &[Fault] = &[
     (
         "the parts of two tiles have the same slots",
         SPLIT,
-        ["attn/plan_few.cuh", "", "slot = warp_scan(own_slots)", "slot = 0"],
+        ["attn/plan_few.cuh", "", "slot = before & 0xffffff", "slot = 0"],
         &["data race", "wrong values"],
     ),
     (

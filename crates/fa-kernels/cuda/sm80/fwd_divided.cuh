@@ -202,7 +202,11 @@ __device__ __forceinline__ void note_nan(u32 word, u32& nan) {
 // Whether note_nan() has seen one in any lane.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ bool any_nan(u32 nan) {
-    return Decoder<C.kv_dtype, C.dtype>::kHidesNan && warp_any(nan & 0x80808080);
+    if constexpr (is_code(C.kv_dtype)) {
+        return Decoder<C.kv_dtype, C.dtype>::kHidesNan && warp_any(nan & 0x80808080);
+    } else {
+        return false;
+    }
 }
 
 // The descales of a warp's keys; null for none.
