@@ -25,7 +25,7 @@ const PARAM_BANK: u8 = 0x0a;
 
 /// A hash of what each entry of a cubin executes: `.text`, `.nv.info`, `.nv.constant` and relocations of the
 /// entry, and constants without an entry. Two cubins with equal hashes run alike whatever their sources call
-/// things, as long as they read no global data ([`GLOBAL_BANK`]).
+/// things, as long as they read no global data (`GLOBAL_BANK`).
 ///
 /// `None` for a file that is no cubin.
 pub fn entry_codes(cubin: &[u8]) -> Option<BTreeMap<String, String>> {
