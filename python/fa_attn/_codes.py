@@ -1,8 +1,8 @@
 """K and V in codes, and Q beside them: which arrays hold codes, the forms of descales, and the quantisers.
 
 A value is its code (an e4m3 number, or an integer of 8 bits or 4) times a descale: `k_descale` and
-`v_descale`, float32, of the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of
-each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
+`v_descale`, float32, of the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv),
+or one for each row of each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
 is the batch, else (total_k, heads_kv). Where q holds e4m3 codes as well, `q_descale` is of the same shapes but
 those of rows, per K/V head, and out is of 16 bits.
 """

@@ -153,20 +153,19 @@ impl<'a> Elf<'a> {
 
     /// The attributes of `entry` among those of all functions (registers, stack), and those of none.
     fn attributes(&self, bytes: &[u8], entry: &str, hash: &mut Sha256) -> Option<()> {
-        let mut at = 0;
-        while at < bytes.len() {
-            let (format, size) = (*bytes.get(at)?, number::<2>(bytes, at + 2)? as usize);
-            let value = if format == FORMAT_WORDS { bytes.get(at + 4..at + 4 + size)? } else { &[] };
+        for (head, value) in attributes_of(bytes)? {
             let symbol = number::<4>(value, 0).and_then(|own| self.symbols.get(own as usize));
             match symbol {
                 Some(symbol) if symbol.name == entry => {
-                    hash.update(&bytes[at..at + 4]);
+                    hash.update(head);
                     hash.update(&value[4..]);
                 }
                 Some(symbol) if !symbol.name.is_empty() => {}
-                _ => hash.update(&bytes[at..at + 4 + value.len()]),
+                _ => {
+                    hash.update(head);
+                    hash.update(value);
+                }
             }
-            at += 4 + value.len();
         }
         Some(())
     }
@@ -174,16 +173,25 @@ impl<'a> Elf<'a> {
 
 /// The attributes of an entry, without the number of the symbol of its parameters.
 fn own_attributes(bytes: &[u8], hash: &mut Sha256) -> Option<()> {
-    let mut at = 0;
-    while at < bytes.len() {
-        let (format, code) = (*bytes.get(at)?, *bytes.get(at + 1)?);
-        let size = if format == FORMAT_WORDS { number::<2>(bytes, at + 2)? as usize } else { 0 };
-        let skipped = if code == PARAM_BANK && format == FORMAT_WORDS { size.min(4) } else { 0 };
-        hash.update(bytes.get(at..at + 4)?);
-        hash.update(bytes.get(at + 4 + skipped..at + 4 + size)?);
-        at += 4 + size;
+    for (head, value) in attributes_of(bytes)? {
+        let skipped = if head[1] == PARAM_BANK { value.len().min(4) } else { 0 };
+        hash.update(head);
+        hash.update(&value[skipped..]);
     }
     Some(())
+}
+
+/// The attributes in a section `.nv.info`: format, code and size or number of each, and its value where it
+/// has words.
+fn attributes_of(mut bytes: &[u8]) -> Option<Vec<(&[u8], &[u8])>> {
+    let mut found = Vec::new();
+    while !bytes.is_empty() {
+        let head = bytes.get(..4)?;
+        let size = if head[0] == FORMAT_WORDS { number::<2>(head, 2)? as usize } else { 0 };
+        found.push((head, bytes.get(4..4 + size)?));
+        bytes = &bytes[4 + size..];
+    }
+    Some(found)
 }
 
 #[cfg(test)]
