@@ -7,7 +7,7 @@ int4 (with a descale for each row and head), and of DeepSeek's multi-head latent
 On a GPU the layers have the sizes of Llama 3 8B and DeepSeek-V3 (with a dense MLP), on the CPU small ones; weights and
 what caches hold are random. A step is everything from the tokens to the next ones: on a GPU one CUDA graph, whose
 lengths grow from replay to replay. Caches are in pages of 64, shuffled; new rows are appended, and quantised, by the
-call. Beside the rate stand a step's time and what of it is attention, the difference to the same step without.
+call. Beside the rate stand a step's time and what of it is attention: the difference to the same step without, in turns.
 """
 
 import argparse
@@ -102,6 +102,7 @@ class Pages:
             self.layers.append((*both, descales))
         angles = angles_of(torch.arange(keys, device=device), sizes.dim, device)
         self.turns = dict(rotary_cos=angles.cos().to(BF16), rotary_sin=angles.sin().to(BF16))
+        self.blank = torch.zeros(batch, 1, sizes.heads, sizes.dim, device=device, dtype=BF16)
 
     def step(self, lengths, attends=True):
         sizes = self.sizes
@@ -111,7 +112,8 @@ class Pages:
             q, k, v = (x @ own["qkv"]).unflatten(-1, (-1, sizes.dim)).split(heads, -2)
             k_cache, v_cache, descales = self.layers[layer]
             if not attends:
-                return q
+                # Contiguous as O is: cuBLAS takes another kernel for Q, a view, eight times slower.
+                return self.blank
             return fa_attn.flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=self.table, causal=True,
                 rotary_interleaved=False, **self.turns, **descales,
@@ -187,39 +189,48 @@ class Decoder:
         return (rms_norm(x, hidden) @ self.head).argmax(-1)
 
 
-def seconds_of(decoder, attends, keys, batch, steps, device):
-    """The median time of a step."""
-    tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+def step_of(decoder, attends, lengths, tokens, device):
+    """A step, on a GPU a graph of it: its tokens become the next ones, and its lengths grow."""
 
     def step():
         tokens.copy_(decoder(tokens, attends(lengths)))
         lengths.add_(1)
 
-    run = step
-    if device == "cuda":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        run = graph.replay
-    run()
-    lengths.fill_(keys)
-    times = []
-    for _ in range(steps):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
+    if device == "cpu":
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def seconds_of(decoder, all_attends, keys, batch, steps, device):
+    """The median time of a step of each in `all_attends`, measured in turns."""
+    lengths = [torch.zeros(batch, dtype=torch.int32, device=device) for _ in all_attends]
+    tokens = [torch.zeros(batch, 1, dtype=torch.long, device=device) for _ in all_attends]
+    for own in lengths:
+        own.fill_(keys)
+    runs = [step_of(decoder, *own, device) for own in zip(all_attends, lengths, tokens)]
+    for run, own in zip(runs, lengths):
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    assert (lengths == keys + steps).all()
-    return sorted(times)[steps // 2]
+        own.fill_(keys)
+    times = [[] for _ in runs]
+    for _ in range(steps):
+        for run, own in zip(runs, times):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            own.append(time.perf_counter() - begin)
+    assert all((own == keys + steps).all() for own in lengths)
+    return [sorted(own)[steps // 2] for own in times]
 
 
 @torch.no_grad()
@@ -245,17 +256,16 @@ def main():
     print("| decoder | cache | bytes of a token and layer | tokens per second | of bf16 | ms of a step | attention |")
     print("|---|---|---|---|---|---|---|")
     for sizes, caches in ((Llama(small), ("bf16", "e4m3", "int8", "int4")), (Latents(small), ("bf16",))):
-        decoder, first, without = Decoder(sizes, layers, given.device), None, 0.0
+        decoder, first = Decoder(sizes, layers, given.device), None
         for cache in caches:
             # Steps beside those that are measured: two, and one on a GPU.
             filled = sizes.filled(cache, layers, batch, keys + steps + 3, given.device)
-            size = (keys, batch, steps, given.device)
-            seconds = seconds_of(decoder, filled.step, *size)
-            if first is None:
-                first, without = seconds, seconds_of(decoder, partial(filled.step, attends=False), *size)
+            both = [filled.step, partial(filled.step, attends=False)]
+            seconds, without = seconds_of(decoder, both, keys, batch, steps, given.device)
+            first = first or seconds
             cells = (sizes.name, cache, sizes.bytes_of(cache), f"{batch / seconds:.0f}", f"{first / seconds:.2f}")
             print("|", *(f"{cell} |" for cell in cells), f"{seconds * 1e3:.3f} |", end=" ")
-            print(f"{max(seconds - without, 0.0) * 1e3:.3f} |", flush=True)
+            print(f"{(seconds - without) * 1e3:.3f} |", flush=True)
             del filled
 
 
