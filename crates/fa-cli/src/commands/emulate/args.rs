@@ -288,7 +288,7 @@ impl EmulateArgs {
                 let message = format!("--headers {}: there is no such folder", folder.display());
                 Err(InputError::Usage(message).into())
             }
-            None => Ok(Headers::embedded()),
+            None => Ok(Headers::current()?),
         }
     }
 
