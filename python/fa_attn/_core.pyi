@@ -3,6 +3,7 @@
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ._options import CallOptions, Extras
+from ._schedules import SchedulerMetadata
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -109,7 +110,7 @@ class Plain:
         lengths: Optional[Tuple[Any, ...]],
         num_splits: Any,
         is_cache: bool,
-        planned: Optional[Tuple[Dict[Tuple[int, int], Any], Optional[Division]]],
+        metadata: Optional[SchedulerMetadata],
         stream: Optional[int],
         allocate: Allocate,
     ) -> Any: ...

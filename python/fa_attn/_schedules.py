@@ -30,31 +30,6 @@ class SchedulerMetadata:
     attention_chunk: int = 0
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
 
-    def is_of(self, q, k_cache, v_cache, numbers, starts, longest, is_paged):
-        """Whether the call, whose queries `starts` packs, is the one that was described; outside of
-        torch.compile, of tensors without codes."""
-        if k_cache.dim() != 4 or v_cache.dim() != 4 or q.dim() != (4 if starts is None else 3):
-            return False
-        _, causal, window, softcap, _ = numbers
-        if starts is None:
-            batch, longest, heads_q, headdim = q.shape
-        else:
-            batch, (_, heads_q, headdim) = starts.numel() - 1, q.shape
-        return (
-            self.batch_size == batch
-            and self.max_seqlen_q == longest
-            and self.num_heads_q == heads_q
-            and self.num_heads_kv == k_cache.shape[-2]
-            and self.headdim == headdim
-            and self.headdim_v == v_cache.shape[-1]
-            and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
-            and (self.page_size is None or (is_paged and self.page_size == k_cache.shape[1]))
-            and self.causal is causal
-            and self.window_size == (tuple(window) if type(window) is list else window)
-            and self.has_softcap is (softcap != 0.0)
-            and not self.attention_chunk
-        )
-
     def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged, chunk):
         """Raises an error where the call is not the one that was described."""
         there = {

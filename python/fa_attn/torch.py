@@ -178,12 +178,9 @@ def plain_attention(
     it is refused, whose error the long way words. The arguments are those of `_core.Plain.forward`."""
     if is_compiling() or is_transforming() or is_tracing() or count_modes() or forward_ad._current_level >= 0:
         return None
-    planned = None
-    if metadata is not None:
-        if not _is_described(metadata, q, k, v, numbers, lengths):
-            return None
-        planned = (metadata.plans, metadata.division)
-    beside = (num_splits, is_cache, planned, None if ASKS_STREAM else stream_of(q), allocate)
+    if metadata is not None and type(metadata) is not SchedulerMetadata:
+        return None
+    beside = (num_splits, is_cache, metadata, None if ASKS_STREAM else stream_of(q), allocate)
     try:
         made = _plain(q, k, v, numbers, results, unasked, keywords, dropout_p, lengths, *beside)
         if made is not False:
@@ -205,15 +202,6 @@ def _extras(lengths):
         return None
     starts_q, starts_k, used, _, _, _, most_q, most_k = lengths
     return Extras(starts_q, starts_k, None, used, max_seqlen_q=most_q or 0, max_seqlen_k=most_k or 0)
-
-
-def _is_described(metadata, q, k, v, numbers, lengths):
-    """Whether a scheduler_metadata is of this call."""
-    starts, *_, one, other, _, longest, _ = lengths
-    arrays = (q, k, v) if starts is None else (q, k, v, starts)
-    if type(metadata) is not SchedulerMetadata or any(type(x) is not torch.Tensor or x.is_nested for x in arrays):
-        return False
-    return metadata.is_of(q, k, v, numbers, starts, longest, one is not None or other is not None)
 
 
 def _new_out(q, columns):

@@ -1,7 +1,7 @@
 //! The short way of a call: what most calls of torch's tensors ask is read, checked and computed here alone.
 //! A call that asks for anything else takes the package's long way, which words the errors, too.
 
-use fa_attn::{Division, Pass};
+use fa_attn::{Division, Pass, Problem};
 use fa_core::Extras;
 use fa_planner::account::MAX_SPLITS;
 use pyo3::intern;
@@ -74,7 +74,7 @@ impl Plain {
     /// `numbers`: softmax_scale, causal, window_size, softcap and deterministic. `results`: out,
     /// return_softmax_lse, return_lse and return_attn_probs. `unasked`: what has to be None. `lengths`:
     /// cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, cu_seqlens_k_new, max_seqlen_q and
-    /// max_seqlen_k. `planned`: the work plans of a scheduler_metadata and its division.
+    /// max_seqlen_k. `metadata`: a `SchedulerMetadata`.
     #[allow(clippy::too_many_arguments)]
     fn forward<'py>(
         &self,
@@ -90,7 +90,7 @@ impl Plain {
         lengths: Option<&Bound<'py, PyTuple>>,
         num_splits: &Bound<'py, PyAny>,
         is_cache: bool,
-        planned: Option<(Bound<'py, PyDict>, Option<Divided>)>,
+        metadata: Option<&Bound<'py, PyAny>>,
         stream: Option<u64>,
         allocate: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -157,13 +157,23 @@ impl Plain {
         let lse = if asked.wants_lse || is_on_cpu { Some(new_lse.bind(py).call1((q,))?) } else { None };
         let own_lse = lse.as_ref().map(|lse| View::of("softmax_lse", lse, stream)).transpose()?;
         let to = Written::Forward { out: &own, lse: own_lse.as_ref() };
-        let (plans, by_plan) = planned.map_or((None, None), |(plans, division)| (Some(plans), division));
-        let (splits, pack_gqa) = match (asked.division, by_plan) {
-            (own, None) => own,
-            ((None, None), Some(planned)) => planned,
-            (own, Some(planned)) if own == planned => own,
-            _ => return Ok(None),
-        };
+        let mut plans = None;
+        let mut division = asked.division;
+        if let Some(metadata) = metadata {
+            let longest = usize::try_from(most_q).unwrap_or(usize::MAX);
+            if !is_described(metadata, q, (&given, &problem), longest, &asked.options)? {
+                return Ok(None);
+            }
+            let planned: Option<Divided> = metadata.getattr(intern!(py, "division"))?.extract()?;
+            division = match (division, planned) {
+                (own, None) => own,
+                ((None, None), Some(planned)) => planned,
+                (own, Some(planned)) if own == planned => own,
+                _ => return Ok(None),
+            };
+            plans = Some(metadata.getattr(intern!(py, "plans"))?.cast_into::<PyDict>()?);
+        }
+        let (splits, pack_gqa) = division;
         let on = On {
             stream,
             allocate: Some(allocate),
@@ -409,6 +419,38 @@ fn real(value: &Bound<'_, PyAny>) -> Option<f64> {
         Ok(value) => Some(value.value()),
         Err(_) => whole(value).map(|value| value as f64),
     }
+}
+
+/// Whether a `SchedulerMetadata` is of this call, whose longest sequence of queries has so many rows.
+fn is_described(
+    metadata: &Bound<'_, PyAny>,
+    q: &Bound<'_, PyAny>,
+    (given, problem): (&Given<'_>, &Problem),
+    longest: usize,
+    options: &Options,
+) -> PyResult<bool> {
+    let py = metadata.py();
+    let is_number = |name: &Bound<'_, PyString>, need: usize| -> PyResult<bool> {
+        Ok(i64::try_from(need) == Ok(metadata.getattr(name)?.extract::<i64>()?))
+    };
+    let dtype = metadata.getattr(intern!(py, "qkv_dtype"))?;
+    let page: Option<usize> = metadata.getattr(intern!(py, "page_size"))?.extract()?;
+    let has_page =
+        |page: usize| given.beside.extras.page_table.is_some() && given.k.shape().get(1) == Some(&page);
+    let window: (i64, i64) = metadata.getattr(intern!(py, "window_size"))?.extract()?;
+    let (left, right) = options.window;
+    Ok(is_number(intern!(py, "batch_size"), problem.lengths.sequences())?
+        && is_number(intern!(py, "max_seqlen_q"), longest)?
+        && is_number(intern!(py, "num_heads_q"), problem.heads_q)?
+        && is_number(intern!(py, "num_heads_kv"), problem.heads_kv)?
+        && is_number(intern!(py, "headdim"), problem.head_dim)?
+        && is_number(intern!(py, "headdim_v"), problem.head_dim_v)?
+        && is_number(intern!(py, "attention_chunk"), 0)?
+        && metadata.getattr(intern!(py, "causal"))?.extract::<bool>()? == options.causal
+        && metadata.getattr(intern!(py, "has_softcap"))?.extract::<bool>()? == (options.softcap != 0.0)
+        && window == (left.max(-1), right.max(-1))
+        && (dtype.is_none() || dtype.is(&q.getattr(intern!(py, "dtype"))?))
+        && page.is_none_or(has_page))
 }
 
 /// Whether kernels write the tensor in place.
