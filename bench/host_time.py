@@ -8,8 +8,8 @@ Rows: dense, packed, and a step of decoding from pages, which plans its own work
 this library alone, the first call of a process (milliseconds until the GPU is done, which torch has used
 before), with an empty kernel cache and with the one that this filled, and the import of the library.
 `--first` measures that alone, `--calls` all but that. Of this library's forwards there is also the part of a
-call that is the extension module's (arguments read, kernel found, launches), and of that what only reads and
-checks the arguments: the rest is Python's and the allocation of results. A peer that is not installed, or has
+call that is the extension module's (arguments read, results allocated, kernel found, launches): the rest is
+Python's. A peer that is not installed, or has
 no backward, is named and left out. FlashAttention-4 compiles a kernel in some ten seconds: `--warm`, with
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, compiles all of them beforehand, side by side. Calls are enqueued in
 rounds of so many that the queue does not fill, and the clock is read before the GPU is waited for: what is
@@ -132,30 +132,24 @@ def work_of(what, mode, causal):
 
 
 def stages(what, mode, causal):
-    """Microseconds of a forward of this library by what they go to: the whole, the extension module, of that
-    reading arguments."""
-    from fa_attn import _core
+    """Microseconds of a forward of this library by what they go to: the whole, and the extension module."""
+    import fa_attn.torch as face
 
     work, calls, given = work_of(what, mode, causal), ours(), []
-    forward = _core.forward
+    plain = face._plain
     work(calls)
 
-    def recorded(*arguments, **named):
-        given.append((arguments, named))
-        return forward(*arguments, **named)
+    def recorded(*arguments):
+        given.append(arguments)
+        return plain(*arguments)
 
-    _core.forward = recorded
+    face._plain = recorded
     try:
         work(calls)
     finally:
-        _core.forward = forward
-    (arguments, named) = given[0]
-    q, k, v, _, _, options, extras, stream = arguments[:8]
-    steps = {
-        "whole": lambda: work(calls),
-        "extension": lambda: forward(*arguments, **named),
-        "arguments": lambda: _core.check_forward(q, k, v, options, extras, stream),
-    }
+        face._plain = plain
+    (arguments,) = given
+    steps = {"whole": lambda: work(calls), "extension": lambda: plain(*arguments)}
     times = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():

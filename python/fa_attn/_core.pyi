@@ -1,8 +1,9 @@
 """The extension module, which the package's Python code calls. Only its exceptions are for users."""
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ._options import CallOptions, Extras
+from ._schedules import SchedulerMetadata
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -71,18 +72,13 @@ def explain(
 ) -> str: ...
 def tune(candidates: Optional[int] = None, budget: float = 0.0) -> None: ...
 def finish_tuning() -> str: ...
-class Numbers:
-    """`CallOptions` that the module has read, for calls that have the same again."""
-
-    def __init__(self, options: CallOptions) -> None: ...
-
 def forward(
     q: Any,
     k: Any,
     v: Any,
     out: Any,
     lse: Optional[Any],
-    options: Union[CallOptions, Numbers],
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
@@ -90,20 +86,35 @@ def forward(
     division: Optional[Division] = None,
     programs: Optional[Programs] = None,
 ) -> None: ...
-def plain_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Union[CallOptions, Numbers],
-    lengths: Tuple[Any, Any, Any, Any],
-    most: Tuple[int, int],
-    wants_lse: bool,
-    new: Tuple[Callable[[Any], Any], Callable[[Any, int], Any], Callable[[Any], Any]],
-    stream: Optional[int],
-    allocate: Allocate,
-    plans: Optional[Dict[Tuple[int, int], Any]],
-    division: Optional[Division],
-) -> Optional[Tuple[Any, Any]]: ...
+class Plain:
+    """The short way of calls on torch's tensors."""
+
+    def __init__(
+        self,
+        types: Tuple[Any, Any],
+        keywords: Dict[str, Any],
+        new: Tuple[Callable[[Any], Any], Callable[[Any, int], Any], Callable[[Any], Any]],
+        floats: Callable[[Any], Any],
+        is_grad_enabled: Callable[[], bool],
+    ) -> None: ...
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        numbers: Tuple[Any, ...],
+        results: Tuple[Any, ...],
+        unasked: Tuple[Any, ...],
+        keywords: Dict[str, Any],
+        dropout_p: Any,
+        lengths: Optional[Tuple[Any, ...]],
+        num_splits: Any,
+        is_cache: bool,
+        metadata: Optional[SchedulerMetadata],
+        stream: Optional[int],
+        allocate: Allocate,
+    ) -> Any: ...
+
 def backward(
     dout: Any,
     q: Any,

@@ -24,7 +24,7 @@ from typing import (
 )
 
 from ._checks import array, count, flag, is_neutral, number, offset, surely, upper_bound, window
-from ._core import BESIDE, InputError, Numbers, UnsupportedError
+from ._core import BESIDE, InputError, UnsupportedError
 from ._faces import of_one_library
 from ._types import Array
 
@@ -174,6 +174,18 @@ _TABLE: Dict[str, Any] = {
 }
 # Those that mask or change scores.
 MODIFICATIONS = tuple(name for name, row in _TABLE.items() if isinstance(row, Modification))
+
+
+def _read_at_once(name, row):
+    """How the extension module's short way reads a keyword that is not None: see its `Plain`."""
+    if isinstance(row, Only):
+        return row.values
+    if isinstance(row, Tensor):
+        return row.field
+    return row.check.__name__ if isinstance(row, Unneeded) else name
+
+
+READ_AT_ONCE = {name: _read_at_once(name, row) for name, row in _TABLE.items()}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -381,34 +393,6 @@ def call_options(softmax_scale, causal, window_size, softcap, deterministic, que
         False if deterministic is False else flag("deterministic", deterministic),
         0 if query_offset is None else offset("query_offset", query_offset),
     )
-
-
-# The options that calls gave last, as the extension module has read them, and how many are kept.
-_READ: Dict[Any, Any] = {}
-_MOST_READ = 256
-
-
-def read_numbers(arguments):
-    """(`call_options`, the same as the extension module has read them) of these arguments: of a call that
-    gives them as most do, or else None. Not while torch.compile traces."""
-    scale, causal, sides, softcap, deterministic = arguments
-    # Equal values of other types may be refused, and those of arrays change.
-    if not ((scale is None or type(scale) is float) and type(softcap) is float):
-        return None
-    try:
-        numbers = _READ.get(arguments)
-    except TypeError:
-        return None
-    if numbers is not None:
-        return numbers
-    flags = type(causal) is type(deterministic) is bool
-    if not (flags and type(sides) is tuple and all(type(side) is int for side in sides)):
-        return None
-    checked = call_options(*arguments)
-    if len(_READ) >= _MOST_READ:
-        _READ.clear()
-    numbers = _READ[arguments] = (checked, Numbers(checked))
-    return numbers
 
 
 def returned(out, lse, return_softmax_lse, return_lse, return_attn_probs):

@@ -30,26 +30,6 @@ class SchedulerMetadata:
     attention_chunk: int = 0
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
 
-    def is_of(self, q, k_cache, v_cache, numbers, is_paged):
-        """Whether the call, of padded queries, is the one that was described; outside of torch.compile."""
-        if q.dim() != 4 or k_cache.dim() != 4 or q.is_nested or k_cache.is_nested or v_cache.is_nested:
-            return False
-        batch, longest, heads_q, headdim = q.shape
-        return (
-            self.batch_size == batch
-            and self.max_seqlen_q == longest
-            and self.num_heads_q == heads_q
-            and self.num_heads_kv == k_cache.shape[-2]
-            and self.headdim == headdim
-            and self.headdim_v == v_cache.shape[-1] * numbers.per_element
-            and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
-            and (self.page_size is None or (is_paged and self.page_size == k_cache.shape[1]))
-            and self.causal is numbers.causal
-            and self.window_size == numbers.window
-            and self.has_softcap is (numbers.softcap != 0.0)
-            and not self.attention_chunk
-        )
-
     def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged, chunk):
         """Raises an error where the call is not the one that was described."""
         there = {

@@ -87,7 +87,10 @@ def rows_of(x):
 def is_aligned(x):
     """Whether kernels can read and write the tensor in place."""
     *outer, last = x.stride()
-    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer)
+    for stride in outer:
+        if stride % 8:
+            return False
+    return last == 1 and x.data_ptr() % 16 == 0
 
 
 def may_overlap(one, other):
@@ -124,8 +127,11 @@ def aligned(x):
 def new_gradients(q, k, v, extras):
     """New tensors for gradients. With packed sequences or rows used in part, rows that belong to no sequence
     are 0."""
-    make = torch.zeros_like if is_varied(extras) else _empty_like
-    return [make(x, memory_format=_CONTIGUOUS) for x in (q, k, v)]
+    made = [_empty_like(x, memory_format=_CONTIGUOUS) for x in (q, k, v)]
+    if is_varied(extras):
+        # One kernel on a GPU.
+        torch._foreach_zero_(made)
+    return made
 
 
 def pad(x, columns):

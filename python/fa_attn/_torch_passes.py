@@ -7,7 +7,7 @@ from functools import wraps
 import torch
 
 from . import _core
-from ._options import NO_EXTRAS, Extras, is_varied
+from ._options import NO_EXTRAS, Extras, call_options, is_varied
 from ._torch_memory import FLOAT, aligned, allocate, is_recorded, new_gradients, new_results, stream_of
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
@@ -143,6 +143,21 @@ class Attention(torch.autograd.Function):
         grads = new_gradients(q, k, v, extras)
         dsinks = run_backward(dout, q, k, v, out, lse, grads, ctx.options, extras, dlse)
         return (*grads, dsinks, *(None,) * 3)
+
+
+class PlainAttention(Attention):
+    """The same of a call that the extension module has read: `plain` computes it from `call`, of which the
+    first are the numbers."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, plain, call, extras):
+        made = plain(q, k, v, *call)
+        if made is None:
+            raise _core.UnsupportedError("a call that takes the long way")
+        _save(ctx, extras, q, k, v, *made)
+        ctx.options = call_options(*call[0])
+        ctx.set_materialize_grads(False)
+        return made
 
 
 class PackedAttention(torch.autograd.Function):

@@ -159,22 +159,23 @@ def flash_attn_func(
     `return_attn_probs` (out, softmax_lse, None), with `return_softmax_lse` (also `return_lse`) (out,
     softmax_lse). The options of every function (`sinks`, `num_splits`, ..): see the module.
     """
-    if (
-        alibi_slopes is out is None
-        and return_attn_probs is return_softmax_lse is return_lse is False
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and not options
-    ):
-        arguments = (softmax_scale, causal, window_size, softcap, deterministic)
-        made = face_of(q).plain_attention(q, k, v, arguments)
-        if made is not None:
-            return made[0]
+    face = face_of(q)
+    made = face.plain_attention(
+        q,
+        k,
+        v,
+        (softmax_scale, causal, window_size, softcap, deterministic),
+        (out, return_softmax_lse, return_lse, return_attn_probs),
+        (alibi_slopes,),
+        options,
+        dropout_p,
+    )
+    if made is not None:
+        return made
     tensors, division = read_options("flash_attn_func", options)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    face = face_of(q)
     given, output_scale = (q, k, v), options.get("output_scale")
     room = out if output_scale is None else None
     q, k, v, tensors, numbers, factor = coded(
@@ -461,29 +462,25 @@ def flash_attn_varlen_func(
     Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
     where `out` is given, rows of out that belong to no sequence are not written.
     """
-    if (
-        alibi_slopes is out is seqused_q is scheduler_metadata is None
-        and (block_table is None or page_table is None)
-        and return_attn_probs is return_softmax_lse is return_lse is False
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and not options
-    ):
-        table = page_table if block_table is None else block_table
-        made = face_of(q).plain_attention(
-            q,
-            k,
-            v,
-            (softmax_scale, causal, window_size, softcap, deterministic),
-            (cu_seqlens_q, cu_seqlens_k, seqused_k, table, max_seqlen_q, max_seqlen_k),
-        )
-        if made is not None:
-            return made[0]
+    face = face_of(q)
+    made = face.plain_attention(
+        q,
+        k,
+        v,
+        (softmax_scale, causal, window_size, softcap, deterministic),
+        (out, return_softmax_lse, return_lse, return_attn_probs),
+        (alibi_slopes, seqused_q),
+        options,
+        dropout_p,
+        (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, None, max_seqlen_q, max_seqlen_k),
+        metadata=scheduler_metadata,
+    )
+    if made is not None:
+        return made
     tensors, division = read_options("flash_attn_varlen_func", options)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     table = block_table if block_table is not None else page_table
-    face = face_of(q)
     if table is not None:
         if seqused_k is None:
             if cu_seqlens_k is None:

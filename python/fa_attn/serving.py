@@ -23,7 +23,6 @@ from ._core import InputError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
 from ._options import (
-    PLANNED,
     CallOptions,
     CommonOptions,
     call_options,
@@ -162,29 +161,23 @@ def flash_attn_with_kvcache(
     are written with the rows; k and v that are codes join it as they are. Returns out; with
     `return_softmax_lse` (out, lse). There are no gradients.
     """
-    if (
-        k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
-        and cu_seqlens_q is cu_seqlens_k_new is max_seqlen_q is rotary_seqlens is out is None
-        and (block_table is None or page_table is None)
-        and (return_softmax_lse is True or return_softmax_lse is False)
-        and (return_lse is True or return_lse is False)
-        and (scheduler_metadata is None or type(scheduler_metadata) is SchedulerMetadata)
-        and cache_seqlens is not None
-        and not options
-    ):
-        wants_lse = return_softmax_lse or return_lse
-        made = face_of(q).plain_attention(
-            q,
-            k_cache,
-            v_cache,
-            (softmax_scale, causal, window_size, softcap, False),
-            (None, None, cache_seqlens, page_table if block_table is None else block_table, None, 0),
-            scheduler_metadata,
-            None if num_splits is PLANNED else division_of(num_splits, None),
-            wants_lse,
-        )
-        if made is not None:
-            return made if wants_lse else made[0]
+    face = face_of(q)
+    made = face.plain_attention(
+        q,
+        k_cache,
+        v_cache,
+        (softmax_scale, causal, window_size, softcap, False),
+        (out, return_softmax_lse, return_lse, False),
+        (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes, rotary_seqlens),
+        options,
+        0.0,
+        (cu_seqlens_q, None, cache_seqlens, block_table, page_table, cu_seqlens_k_new, max_seqlen_q, None),
+        num_splits,
+        True,
+        scheduler_metadata,
+    )
+    if made is not None:
+        return made
     tensors, _ = read_options("flash_attn_with_kvcache", options)
     division = division_of(num_splits, options.get("pack_gqa"))
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
@@ -199,7 +192,6 @@ def flash_attn_with_kvcache(
         raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
     is_paged = table is not None
-    face = face_of(q)
     for name, value in (
         ("k", k),
         ("v", v),

@@ -14,13 +14,15 @@ from torch.autograd.forward_ad import unpack_dual
 
 from . import _core
 from . import _torch_codes as codes
-from ._checks import LARGEST, check_cache_rows, check_no_overlap, check_out, int32
-from ._options import read_numbers
+from ._checks import check_cache_rows, check_no_overlap, check_out, int32
+from ._options import READ_AT_ONCE, Extras, call_options, returned
+from ._schedules import SchedulerMetadata
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_latents import chosen, largest_scores, repeated, rows_of_pages, sunk, without_blind
 from ._torch_memory import (
     ASKS_STREAM,
     FLOAT,
+    PLAIN,
     allocate,
     are_whole_rows,
     autocast,
@@ -54,6 +56,7 @@ from ._torch_passes import (
     Attention,
     CodesWithoutGradients,
     PackedAttention,
+    PlainAttention,
     backward_by_operator,
     no_tangents,
     run_backward,
@@ -156,45 +159,49 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
 
 
-def plain_attention(q, k, v, arguments, lengths=(None,) * 6, metadata=None, division=None, wants_lse=False):
-    """`attention` of tensors that nothing records, converts or differentiates, checked by the extension
-    module alone: (out, lse). None where that is not so, and where it refuses, whose error the long way words.
-    `arguments`: of `read_numbers`. `lengths`: cu_seqlens_q, cu_seqlens_k, seqused_k and page_table, of which
-    any may be None, then max_seqlen_q and max_seqlen_k, which packed sequences have. `metadata`: see
-    `fa_attn.get_scheduler_metadata`."""
+def plain_attention(
+    q,
+    k,
+    v,
+    numbers,
+    results,
+    unasked,
+    keywords,
+    dropout_p=0.0,
+    lengths=None,
+    num_splits=None,
+    is_cache=False,
+    metadata=None,
+):
+    """What a function returns, where the extension module alone reads, checks and computes the call; None
+    where something records or converts what it is given, where it asks for what is not read there, and where
+    it is refused, whose error the long way words. The arguments are those of `_core.Plain.forward`."""
     if is_compiling() or is_transforming() or is_tracing() or count_modes() or forward_ad._current_level >= 0:
         return None
-    numbers = read_numbers(arguments)
-    if numbers is None or type(q) is not torch.Tensor:
+    if metadata is not None and type(metadata) is not SchedulerMetadata:
         return None
-    starts_q, starts_k, used, table, most_q, most_k = lengths
-    if table is not None:
-        if used is None:
-            return None
-        starts_k = None
-    if starts_q is None:
-        most_q = 0
-    elif type(most_q) is not int or most_q > LARGEST:
-        return None
-    if starts_k is None:
-        most_k = 0
-    elif type(most_k) is not int or most_k > LARGEST:
-        return None
-    plans = None
-    if metadata is not None:
-        if not type(k) is type(v) is torch.Tensor:
-            return None
-        if not metadata.is_of(q, k, v, numbers[0], table is not None):
-            return None
-        plans, division = metadata.plans, metadata.divided(division)
-    lengths, most = (starts_q, starts_k, used, table), (most_q, most_k)
-    stream = None if ASKS_STREAM else stream_of(q)
+    beside = (num_splits, is_cache, metadata, None if ASKS_STREAM else stream_of(q), allocate)
     try:
-        return _core.plain_forward(
-            q, k, v, numbers[1], lengths, most, wants_lse, _NEW, stream, allocate, plans, division
-        )
+        made = _plain(q, k, v, numbers, results, unasked, keywords, dropout_p, lengths, *beside)
+        if made is not False:
+            return made
+        call = (numbers, _WITH_LSE, unasked, keywords, dropout_p, lengths, *beside)
+        out, lse = PlainAttention.apply(q, k, v, None, _plain, call, _extras(lengths))
     except (_core.InputError, _core.UnsupportedError):
         return None
+    return returned(out, lse, *results[1:])
+
+
+# The results of a forward that is differentiated: no `out` of the caller's, and LSE.
+_WITH_LSE = (None, True, False, False)
+
+
+def _extras(lengths):
+    """The extras of packed sequences, of `lengths` that `plain_attention` takes."""
+    if lengths is None:
+        return None
+    starts_q, starts_k, used, _, _, _, most_q, most_k = lengths
+    return Extras(starts_q, starts_k, None, used, max_seqlen_q=most_q or 0, max_seqlen_k=most_k or 0)
 
 
 def _new_out(q, columns):
@@ -205,8 +212,13 @@ def _new_lse(q):
     return q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
-# What makes the results of `plain_attention`.
-_NEW = (torch.empty_like, _new_out, _new_lse)
+def _floats(x):
+    return x.detach().to(FLOAT).contiguous()
+
+
+_plain = _core.Plain(
+    PLAIN, READ_AT_ONCE, (torch.empty_like, _new_out, _new_lse), _floats, torch.is_grad_enabled
+).forward
 
 
 def _refuse_axes(**tensors):

@@ -5,8 +5,6 @@ use fa_attn::{
     Append, CacheCodes, Descales, Division, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
     RotaryQueries, Side,
 };
-use fa_core::Extras;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -14,8 +12,8 @@ use crate::call_program::Programs;
 use crate::dlpack::{Place, View, current_stream, elsewhere};
 use crate::error::{InputError, raised};
 use crate::given::{
-    Beside, Given, KvDtype, Options, bound, descale_form, dtype_of, dtype_of_kv, heads_and_dim,
-    heads_and_numbers, named_codes, words,
+    Given, KvDtype, Options, bound, descale_form, dtype_of, dtype_of_kv, heads_and_dim, heads_and_numbers,
+    named_codes, words,
 };
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
@@ -150,101 +148,6 @@ pub(crate) fn forward<'py>(
     let pinned = options.deterministic;
     run(py, &given, (&problem, Pass::Forward), &to, Some(q), On { stream, allocate, plans, division, pinned })
 }
-
-/// An array that a call may have.
-type Maybe<'py> = Option<Bound<'py, PyAny>>;
-
-/// A forward of torch's tensors that need no more than this: (out, LSE), of which a GPU's call need not have
-/// the second. `None` where autograd or autocast have a say, where rows or lengths are not as kernels read
-/// them, and where the CPU would leave gaps. `lengths`: starts of queries and keys, used keys, page table;
-/// `most`: the bounds behind them. `new`: `empty_like(q)` for a result in the shape of a contiguous q,
-/// `new_out(q, columns)` for others, `new_lse(q)`.
-#[pyfunction]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn plain_forward<'py>(
-    py: Python<'py>,
-    q: &Bound<'py, PyAny>,
-    k: &Bound<'py, PyAny>,
-    v: &Bound<'py, PyAny>,
-    options: Options,
-    lengths: (Maybe<'py>, Maybe<'py>, Maybe<'py>, Maybe<'py>),
-    most: (i64, i64),
-    wants_lse: bool,
-    new: (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>),
-    stream: Option<u64>,
-    allocate: &Bound<'py, PyAny>,
-    plans: Option<&Bound<'py, PyDict>>,
-    division: Option<(Option<usize>, Option<bool>)>,
-) -> PyResult<Option<(Bound<'py, PyAny>, Maybe<'py>)>> {
-    let (empty_like, new_out, new_lse) = new;
-    let lengths: [Maybe<'py>; 4] = lengths.into();
-    let kind = q.get_type();
-    let tensors = [k, v].into_iter().chain(lengths.iter().flatten());
-    if tensors.into_iter().any(|x| !x.get_type().is(&kind)) {
-        return Ok(None);
-    }
-    for x in [q, k, v] {
-        if x.getattr(intern!(py, "requires_grad"))?.is_truthy()?
-            || x.call_method0(intern!(py, "is_neg"))?.is_truthy()?
-        {
-            return Ok(None);
-        }
-    }
-    let views = [View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?];
-    let dtype = views[0].dtype;
-    let is_plain = |view: &View<'_>| {
-        let last = (view.shape().last(), view.strides().last());
-        let (Some(&columns), Some(&stride)) = last else { return false };
-        let has_rows = stride == 1 || view.is_contiguous();
-        view.dtype == dtype && has_rows && columns % WHOLE == 0
-    };
-    if !matches!(dtype, dlpack::Type::F16 | dlpack::Type::Bf16) || !views.iter().all(is_plain) {
-        return Ok(None);
-    }
-    let mut extras = Extras::NONE;
-    let [starts_q, starts_k, used, table] = &lengths;
-    for (name, object, slot) in [
-        ("cu_seqlens_q", starts_q, &mut extras.cu_seqlens_q),
-        ("cu_seqlens_k", starts_k, &mut extras.cu_seqlens_k),
-        ("seqused_k (cache_seqlens)", used, &mut extras.seqused_k),
-        ("page_table (block_table)", table, &mut extras.page_table),
-    ] {
-        let Some(object) = object else { continue };
-        let view = View::of(name, object, stream)?;
-        if view.dtype != dlpack::Type::I32 || !view.is_contiguous() {
-            return Ok(None);
-        }
-        *slot = Some(view);
-    }
-    let is_on_cpu = views[0].place == Place::Cpu;
-    if is_on_cpu && starts_q.is_some() {
-        return Ok(None);
-    }
-    let most_q = match (starts_q, views[0].shape()) {
-        (None, &[_, rows, _, _]) => i64::try_from(rows).unwrap_or(i64::MAX),
-        _ => most.0,
-    };
-    let given = Given::of_views(views, Beside::bounded(extras, most_q, most.1)?)?;
-    let problem = given.problem(&options)?;
-    let out = if given.q.is_contiguous() && problem.head_dim == problem.head_dim_v {
-        empty_like.call1((q,))?
-    } else {
-        new_out.call1((q, problem.head_dim_v))?
-    };
-    let lse = if wants_lse || is_on_cpu { Some(new_lse.call1((q,))?) } else { None };
-    let own = View::of("out", &out, stream)?;
-    let own_lse = lse.as_ref().map(|lse| View::of("softmax_lse", lse, stream)).transpose()?;
-    let to = Written::Forward { out: &own, lse: own_lse.as_ref() };
-    let (splits, pack_gqa) = division.unwrap_or_default();
-    let (division, pinned) = (Division { splits, pack_gqa }, options.deterministic);
-    let on = On { stream, allocate: Some(allocate), plans, division, pinned };
-    run(py, &given, (&problem, Pass::Forward), &to, Some(q), on)?;
-    drop((own, own_lse));
-    Ok(Some((out, lse)))
-}
-
-/// Elements of 16 bits of which a GPU's kernels read whole multiples in each row.
-const WHOLE: usize = 8;
 
 /// Checks the arrays and options of a forward, without computing anything.
 #[pyfunction]

@@ -13,7 +13,7 @@ use crate::call_program::{CallProgram, Programs};
 use crate::dlpack::{Place, Type, View, elsewhere};
 use crate::error::{InputError, UnsupportedError};
 
-/// The options of a call that are numbers: the package's `CallOptions`, field by field, or [`Numbers`].
+/// The options of a call that are numbers: the package's `CallOptions`, field by field.
 #[derive(Clone, Copy, Debug, serde::Deserialize)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
@@ -41,9 +41,6 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Options {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Options> {
-        if let Ok(numbers) = object.cast::<Numbers>() {
-            return Ok(numbers.get().0);
-        }
         let py = object.py();
         Ok(Options {
             scale: object.getattr(intern!(py, "scale"))?.extract()?,
@@ -56,18 +53,6 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Options {
             kv_dtype: object.getattr(intern!(py, "kv_dtype"))?.extract()?,
             out_dtype: object.getattr(intern!(py, "out_dtype"))?.extract()?,
         })
-    }
-}
-
-/// Options that are read already, for calls that have the same again.
-#[pyclass(frozen, module = "fa_attn._core")]
-pub(crate) struct Numbers(Options);
-
-#[pymethods]
-impl Numbers {
-    #[new]
-    fn new(options: Options) -> Numbers {
-        Numbers(options)
     }
 }
 

@@ -7,6 +7,7 @@
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
+//! - `plain`: the short way of what most calls are.
 //! - `codes`: the quantisers of K and V.
 //! - `call_program`: a call's own mask and change of scores.
 //! - `dropout`: the bits that dropout keeps.
@@ -29,6 +30,7 @@ mod gpu;
 mod host;
 mod merging;
 mod overlap;
+mod plain;
 mod planning;
 mod programs;
 mod raw;
@@ -40,7 +42,7 @@ mod xla;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::calls::{append, backward, check_forward, forward, plain_forward, report};
+    use super::calls::{append, backward, check_forward, forward, report};
     #[pymodule_export]
     use super::codes::encode;
     #[pymodule_export]
@@ -50,9 +52,9 @@ mod _core {
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
-    use super::given::Numbers;
-    #[pymodule_export]
     use super::merging::merge;
+    #[pymodule_export]
+    use super::plain::Plain;
     #[pymodule_export]
     use super::programs::{program, program_eval, program_tiles, program_with};
     #[pymodule_export]

@@ -8,13 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fa_attn  # noqa: E402 - after torch
-import fa_attn._options as options_  # noqa: E402
 import fa_attn.torch  # noqa: E402
 from torch_cases import close, definition, needs_gpu, on, tensors  # noqa: E402
 
 # An offset of 0 says nothing new, and the short way knows none.
 LONG = dict(query_offset=0)
-PLAIN = (None, False, (-1, -1), 0.0, False)
 
 
 def halves(device, *shapes, seed=0):
@@ -119,6 +117,8 @@ def test_what_records_converts_or_differentiates_takes_the_long_way(device, dtyp
         out = call(*leaves)
         (gradient,) = torch.autograd.grad(out.float().sum(), leaves[at])
         assert torch.equal(out, want) and gradient.isfinite().all()
+    assert len(made) == 3
+    made.clear()
 
     class Own(torch.Tensor):
         pass
@@ -185,10 +185,154 @@ def test_options_are_kept_by_value_and_type(monkeypatch):
     for wrong in (dict(softcap=-1.0), dict(window_size=(1, 2, 3)), dict(window_size=(1,))):
         with pytest.raises(fa_attn.InputError, match=next(iter(wrong))):
             call(**wrong)
-    for at in range(2 * options_._MOST_READ):
-        options_.read_numbers((1.0 + at, False, (-1, -1), 0.0, False))
-        assert len(options_._READ) <= options_._MOST_READ
-    assert options_.read_numbers((7.5, *PLAIN[1:]))[0].scale == 7.5
+
+
+@on
+def test_calls_as_engines_make_them_take_the_short_way(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    is_short = dtype is not torch.float32
+    q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64), grad=False)
+    sinks = torch.randn(4, device=device)
+    room = torch.full((2, 40, 8, 64), 7.0, device=device, dtype=dtype)
+
+    def both(call, arguments, short=is_short, out=None, **options):
+        """The results of the short way and of the long one."""
+        results = []
+        for beside in (dict(), LONG):
+            before = len(made)
+            if out is not None:
+                beside = dict(beside, out=out)
+                out.fill_(7.0)
+            found = call(*arguments, **options, **beside)
+            assert len(made) - before == (short and "query_offset" not in beside)
+            found = found if isinstance(found, tuple) else (found,)
+            assert out is None or found[0] is out
+            results.append([x if x is None else x.clone() for x in found])
+        for one, other in zip(*results):
+            assert one is other is None or torch.equal(one, other)
+        assert len(results[0]) == len(results[1]) and results[0][0].abs().sum() > 0
+        return results[0]
+
+    dense = fa_attn.flash_attn_func
+    for options in (
+        dict(return_softmax_lse=True),
+        dict(return_lse=True, causal=True),
+        dict(return_attn_probs=True),
+        dict(window_size=[7, 0], softcap=0, softmax_scale=1),
+        dict(window_size=None, fa_version=3, s_aux=None, num_splits=0, sm_margin=0, pack_gqa=None),
+        dict(num_splits=2, pack_gqa=True, causal=True),
+        dict(sinks=sinks, return_lse=True),
+        dict(s_aux=torch.nn.Parameter(sinks, requires_grad=False)),
+        dict(sinks=sinks.to(torch.bfloat16)),
+        dict(out=torch.empty_like(q)),
+        dict(out=room[:, :, 2:6], return_softmax_lse=True),
+    ):
+        both(dense, (q, k, v), **options)
+    assert room[:, :, :2].eq(7).all() and room[:, :, 6:].eq(7).all()
+    # Rows that kernels do not write, and tensors of other types.
+    for options in (
+        dict(out=q.new_empty(2, 40, 64, 4).transpose(2, 3)),
+        dict(causal=1),
+        dict(num_splits=torch.tensor(1)),
+        dict(alibi_slopes=sinks),
+        dict(dropout_p=0),
+    ):
+        both(dense, (q, k, v), short=False, **options)
+    starts = torch.tensor([0, 10, 80], dtype=torch.int32, device=device)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    table = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
+    used = torch.tensor([40, 30], dtype=torch.int32, device=device)
+    pages = [x.reshape(10, 8, 2, -1) for x in (k, v)]
+    is_short = is_short and device == "cuda"
+    both(fa_attn.flash_attn_varlen_func, (*packed, starts, starts, 70, 70), is_short, return_lse=True)
+    plan = fa_attn.get_scheduler_metadata(
+        2, 70, 40, 4, 2, 64, used, qkv_dtype=dtype, page_size=8, causal=True, num_splits=2
+    )
+    for options in (dict(), dict(s_aux=sinks), dict(scheduler_metadata=plan, num_splits=2)):
+        both(
+            fa_attn.flash_attn_varlen_func,
+            (packed[0], *pages, starts, None, 70, None),
+            is_short,
+            out=torch.empty_like(packed[0]),
+            seqused_k=used,
+            block_table=table,
+            causal=True,
+            fa_version=3,
+            window_size=[-1, -1],
+            **options,
+        )
+    both(
+        fa_attn.flash_attn_with_kvcache,
+        (packed[0], *pages),
+        is_short,
+        cache_seqlens=used,
+        page_table=table,
+        cu_seqlens_q=starts,
+        cu_seqlens_k_new=starts,
+        max_seqlen_q=70,
+        causal=True,
+        ver=3,
+        return_softmax_lse=True,
+    )
+
+
+@on
+def test_gradients_of_the_short_way_are_those_of_the_long_one(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    is_short = dtype is not torch.float32
+    starts = torch.tensor([0, 10, 40], dtype=torch.int32, device=device)
+    dense = ((2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64)), fa_attn.flash_attn_func, ()
+    packed = ((40, 4, 64), (40, 2, 64), (40, 2, 64)), fa_attn.flash_attn_varlen_func, (starts, starts, 30, 30)
+    for (shapes, call, lengths), short in ((dense, is_short), (packed, is_short and device == "cuda")):
+        inputs = tensors(device, dtype, *shapes, seed=3)
+        for options in (dict(causal=True), dict(window_size=[9, 0], softcap=3.0, deterministic=True)):
+            results = []
+            for beside in (dict(), LONG):
+                before = len(made)
+                out, lse = call(*inputs, *lengths, return_lse=True, **options, **beside)
+                assert len(made) - before == (short and not beside)
+                loss = (out * out.detach()).float().sum() + lse.sum()
+                results.append((out, lse, *torch.autograd.grad(loss, inputs)))
+            for one, other in zip(*results):
+                if options.get("deterministic") or device == "cpu":
+                    assert torch.equal(one, other)
+                close(one, other, dtype)
+                assert one.abs().sum() > 0
+        # Gradients are of one input, of none, and differentiated no further.
+        out = call(inputs[0].detach(), inputs[1].detach(), inputs[2], *lengths)
+        assert out.requires_grad and torch.autograd.grad(out.sum(), inputs[2])[0].abs().sum() > 0
+        with torch.no_grad():
+            before = len(made)
+            assert not call(*inputs, *lengths).requires_grad and len(made) - before == short
+        out = call(*inputs, *lengths)
+        (first,) = torch.autograd.grad(out.float().square().sum(), inputs[0], create_graph=True)
+        with pytest.raises(fa_attn.UnsupportedError, match="second derivatives"):
+            torch.autograd.grad(first.float().sum(), inputs[0])
+        out = call(*inputs, *lengths)
+        with torch.no_grad():
+            inputs[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@on
+def test_what_is_written_in_place_is_refused_as_by_the_long_way(device, dtype):
+    q, k, v = halves(device, (2, 20, 4, 64), (2, 20, 2, 64), (2, 20, 2, 64))
+    needs = q.clone().requires_grad_()
+    for arguments, out, said in (
+        ((q, k, v), q, "out lies in the memory of q"),
+        ((q, k, v), v.expand(2, 20, 2, 64).repeat(1, 1, 2, 1)[:1], "out has the shape"),
+        ((q, k, v), torch.empty_like(q).float(), "out holds"),
+        ((needs, k, v), torch.empty_like(q), "require gradients"),
+        ((q, k, v), torch.empty_like(q).requires_grad_(), "require gradients"),
+    ):
+        with pytest.raises(fa_attn.InputError, match=said):
+            fa_attn.flash_attn_func(*arguments, out=out)
+    for options in (dict(sinks=q[0, 0], s_aux=q[0, 0]), dict(num_splits=257), dict(num_splits=-1)):
+        with pytest.raises(fa_attn.InputError, match="sinks|num_splits"):
+            fa_attn.flash_attn_func(q, k, v, **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        fa_attn.flash_attn_func(q, k, v, casual=True)
 
 
 def test_errors_are_those_of_the_long_way():
