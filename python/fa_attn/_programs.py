@@ -154,7 +154,7 @@ def _kept(function, result, names, device, extents):
     found = _closed_over(function, set()) if isinstance(function, types.FunctionType) else None
     if found is None:
         return _traced(function, result, names, device, extents)
-    key = (result, str(device), *found)
+    key = (result, str(device), extents is None, *found)
     kept = _PROGRAMS.get(function)
     if kept is not None and kept[0] == key and kept[1].extents in (None, extents):
         return kept[1]

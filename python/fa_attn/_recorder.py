@@ -62,8 +62,7 @@ class Recorder:
         """An index of a pair, of which the call has so many."""
         made = Traced(self, name, "i32", is_natural=True)
         most = None if self.extents is None else self.extents[axis]
-        if most is not None:
-            made.bounds = (0, max(most - 1, 0))
+        made.bounds = (0, 2**31 - 1 if most is None else max(most - 1, 0))
         return made
 
     # Declarations.
@@ -111,16 +110,24 @@ class Recorder:
                 raise UnsupportedError(f"an array is indexed by integers in a mod, not by {short(index)}")
             if isinstance(operand.value, int) and not operand.scalars and operand.value < 0:
                 operand = self.operand(operand.value + tensor.shape[axis])
-            elif not operand.is_natural and operand.bounds is not None:
-                self.reads_extents = True
-                if operand.bounds[0] < 0:
-                    # From the end, as Python counts.
-                    text = f"select({operand.name} < 0, {operand.name} + {tensor.shape[axis]}, {operand.name})"
-                    operand = self.line(text, "i32", operand)
+            else:
+                operand = self._from_the_start(operand, tensor.shape[axis])
             at.append(operand.name)
         loaded = self.line(f"{name}[{', '.join(at)}]", _LOADED[element])
         loaded.is_natural = element == "u8"
         return loaded
+
+    def _from_the_start(self, index, size):
+        """An index that may be negative, and then counts from the end. Distances of calls of any lengths are not
+        taken for negative: where they are, keys are hidden."""
+        if index.is_natural:
+            return index
+        if index.bounds is not None:
+            self.reads_extents = True
+            if index.bounds[0] >= 0 or self.extents is None:
+                return index
+        text = f"select({index.name} < 0, {index.name} + {size}, {index.name})"
+        return self.line(text, "i32", index)
 
     def arrays_by_name(self):
         """The arrays that the program reads."""

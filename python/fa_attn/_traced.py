@@ -289,7 +289,7 @@ def _operator(name, swapped=False):
 
 def _of_array(self):
     """What an operator takes of an array: a row, or a scalar where the array has one element."""
-    own = self if self.row() is not None else self.whole()
+    own = self if self._recorder.is_row(self) else self.whole()
     return self.refuse() if own is None else own
 
 

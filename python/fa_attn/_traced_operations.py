@@ -61,8 +61,8 @@ def _bounded(made, ends, *operands):
     """An integer with the bounds that follow from those of its operands, by the values at their ends."""
     if made.kind == "i32" and all(x.bounds is not None for x in operands):
         values = ends(*(x.bounds for x in operands))
-        # Beyond 32 bits it wraps.
-        if -(2**31) <= min(values) and max(values) < 2**31:
+        # Beyond 32 bits it wraps. Calls of any lengths are taken for short ones.
+        if made.recorder.extents is None or (-(2**31) <= min(values) and max(values) < 2**31):
             made.bounds = (min(values), max(values))
     return made
 
@@ -334,7 +334,7 @@ def _round(recorder, x, decimals=0):
 def _sign(recorder, x):
     zero, one = ("0", "1") if x.kind == "i32" else ("0.0", "1.0")
     text = f"select({zero} < {x.name}, {one}, select({x.name} < {zero}, -{one}, {zero}))"
-    return recorder.line(text, x.kind, x)
+    return _bounded(recorder.line(text, x.kind, x), lambda a: [-1, 1], x)
 
 
 def _extreme(function, *names):

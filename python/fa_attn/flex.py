@@ -145,6 +145,8 @@ class BlockMask:
         """A mask of its parts: `program` None where mask_mod is to be set."""
         self = cls.__new__(cls)
         self._program, self._mask_mod, self.states = program, mask_mod, states
+        # Of a part, the mask that it is of and its sequences, heads and blocks of queries.
+        self._part: Optional[Tuple[BlockMask, Any]] = None
         self.batch, self.heads = batch, heads
         self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
         return self
@@ -182,6 +184,9 @@ class BlockMask:
         """The states of blocks: those that are listed, or else those that the program is known to leave."""
         if self.states is not None:
             return self.states
+        if self._program is None and self._part is not None:
+            whole, (b, h, rows) = self._part
+            return whole._blocks()[b][:, h][:, :, rows]
         sizes = (self.batch or 1, self.heads or 1)
         return torch.from_numpy(tiles_of(self.program, sizes, self.seq_lengths, self.BLOCK_SIZE))
 
@@ -247,11 +252,12 @@ class BlockMask:
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
         index = index if isinstance(index, tuple) else (index,)
-        axes = [
-            range(self.batch or 1),
-            range(self.heads or 1),
-            range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0])),
-        ]
+        rows = -(-self.seq_lengths[0] // self.BLOCK_SIZE[0])
+        if self.states is not None:
+            rows = self.states.shape[2]
+        elif self._program is None and self._part is not None:
+            rows = len(self._part[1][2])
+        axes = [range(self.batch or 1), range(self.heads or 1), range(rows)]
         whole = [at for at, one in enumerate(index) if one is Ellipsis]
         if len(index) - len(whole) > len(axes) or len(whole) > 1:
             raise InputError(f"block_mask has {len(index)} indices: B, H and blocks of queries can be given")
@@ -262,7 +268,9 @@ class BlockMask:
         states = None if self.states is None else self.states[found[0]][:, found[1]][:, :, found[2]]
         batch = None if self.batch is None else len(found[0])
         heads = None if self.heads is None else len(found[1])
-        return BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
+        made = BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
+        made._part = (self, found)
+        return made
 
     @classmethod
     def from_kv_blocks(
