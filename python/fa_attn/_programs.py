@@ -244,7 +244,7 @@ def _text_of(recorder, function, result, names):
         except TypeError as error:
             if "(got Indexed)" in str(error):
                 raise UnsupportedError(
-                    f"{result}_mod makes a tensor of an array of numpy: make it before, outside of the function"
+                    f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
                 ) from error
             # Jax names the type that it does not take.
             if "jax" not in sys.modules or "fa_attn._traced." not in str(error):

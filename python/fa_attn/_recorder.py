@@ -118,8 +118,8 @@ class Recorder:
         return loaded
 
     def _from_the_start(self, index, size):
-        """An index that may be negative, and then counts from the end. Distances of calls of any lengths are not
-        taken for negative: where they are, keys are hidden."""
+        """An index that may be negative, and then counts from the end. In calls of any lengths distances are
+        not taken for negative: where they are, keys are hidden."""
         if index.is_natural:
             return index
         if index.bounds is not None:
@@ -278,7 +278,7 @@ class Recorder:
             return copy.copy(made) if any(made is one for one in given) else made
 
     def _need_numbers_beside_arrays(self, arguments):
-        """Python computes an array of another array and captured numbers, as t.view(n, m): of their values."""
+        """Python computes an array of an array and captured numbers, as t.view(n, m), of their values."""
         traced = list(_traced_within(arguments))
         if all(one.fixed for one in traced) and any(_is_whole_array(self, one) for one in arguments):
             scalars = set().union(*(one.scalars for one in traced))
