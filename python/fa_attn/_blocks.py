@@ -111,7 +111,7 @@ def check_cover(states: Any, block: Tuple[int, int], lengths: Tuple[int, int]) -
         raise InputError(f"the lists have blocks for {covered} queries and keys, of {tuple(lengths)}")
 
 
-def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None) -> Program:
+def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None, lengths: Any = None) -> Program:
     """The program of block states, and of `mask_mod` (a function, a text or a Program) in those that are
     partial."""
     rows, keys = block
@@ -134,7 +134,8 @@ def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None) -> Pr
         state = states[b, h, q_idx // rows, kv_idx // keys]
         return (state == FULL) | ((state == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
 
-    return Program.of_mask(mask, getattr(states, "device", None))
+    extents = None if lengths is None else (None, None, *lengths)
+    return Program.of_mask(mask, getattr(states, "device", None), extents)
 
 
 def of_tensors(tensors: Any, mask_mod: Any, lengths: Tuple[int, int]) -> Program:
@@ -166,7 +167,7 @@ def of_tensors(tensors: Any, mask_mod: Any, lengths: Tuple[int, int]) -> Program
     states = states_of(*(named[name] for name in list(named)[:4]))
     block = block_size(tuple(named["block_size"]))
     check_cover(states, block, lengths)
-    return with_blocks(states, block, mask_mod)
+    return with_blocks(states, block, mask_mod, lengths)
 
 
 def tiles_of(

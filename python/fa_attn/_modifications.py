@@ -186,9 +186,9 @@ def modifications(
         lengths = (extents.rows, extents.keys)
         parts.append(of_program(of_tensors(block_sparse_tensors, mask_mod, lengths)))
     elif mask_mod is not None:
-        parts.append(of_program(Program.of_mask(mask_mod, device)))
+        parts.append(of_program(Program.of_mask(mask_mod, device, extents)))
     if score_mod is not None:
-        parts.append(of_program(Program.of_score(score_mod, device)))
+        parts.append(of_program(Program.of_score(score_mod, device, extents)))
     if not parts:
         return None
     whole = parts[0]

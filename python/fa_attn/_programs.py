@@ -44,6 +44,8 @@ class Program:
             _check_scalar(scalar, self.scalars[scalar["name"]])
         # Whether a function need not be traced again while it closes over the same arrays and numbers.
         self.is_lasting = True
+        # Those of the calls that it is for, where it follows from them.
+        self.extents = None
         self.gradients = [array["name"] for array in description["arrays"] if array["gradient"]]
 
     def __repr__(self):
@@ -56,25 +58,27 @@ class Program:
         return hash(self.text)
 
     @classmethod
-    def of_mask(cls, function, device=None):
+    def of_mask(cls, function, device=None, extents=None):
         """The program of a text, or of a function (b, h, q_idx, kv_idx): whether a key is visible.
 
-        device: where the function makes tensors that ask an index for its device."""
-        return cls._of(function, "mask", _MASK, device)
+        device: where the function makes tensors that ask an index for its device. extents: the sequences,
+        heads, queries and keys of the call, None of any number. An index of an array that they leave negative
+        counts from the array's end, as in Python."""
+        return cls._of(function, "mask", _MASK, device, extents)
 
     @classmethod
-    def of_score(cls, function, device=None):
+    def of_score(cls, function, device=None, extents=None):
         """The program of a text, or of a function (score, b, h, q_idx, kv_idx): a score."""
-        return cls._of(function, "score", _SCORE, device)
+        return cls._of(function, "score", _SCORE, device, extents)
 
     @classmethod
-    def _of(cls, function, result, names, device):
+    def _of(cls, function, result, names, device, extents):
         if isinstance(function, Program):
             program = function
         elif isinstance(function, str):
             program = cls(function)
         elif callable(function):
-            program = _kept(function, result, names, device)
+            program = _kept(function, result, names, device, extents)
         else:
             raise InputError(f"{result}_mod is a function, a text or a Program, not {short(function)}")
         # A score that is -inf somewhere is a mask, too.
@@ -145,16 +149,16 @@ def bytes_of(array, element):
 _PROGRAMS = weakref.WeakKeyDictionary()
 
 
-def _kept(function, result, names, device):
+def _kept(function, result, names, device, extents):
     """The program of a function, traced again where it closes over other arrays, numbers or functions."""
     found = _closed_over(function, set()) if isinstance(function, types.FunctionType) else None
     if found is None:
-        return _traced(function, result, names, device)
-    key = (result, str(device), *found)
+        return _traced(function, result, names, device, extents)
+    key = (result, str(device), extents is None, *found)
     kept = _PROGRAMS.get(function)
-    if kept is not None and kept[0] == key:
+    if kept is not None and kept[0] == key and kept[1].extents in (None, extents):
         return kept[1]
-    program = _traced(function, result, names, device)
+    program = _traced(function, result, names, device, extents)
     if program.is_lasting:
         _PROGRAMS[function] = (key, program)
     return program
@@ -212,10 +216,10 @@ def _is_filled(cell):
     return True
 
 
-def _traced(function, result, names, device):
+def _traced(function, result, names, device, extents):
     constants = set()
     while True:
-        recorder = Recorder(constants, device, is_score=result == "score")
+        recorder = Recorder(constants, device, result == "score", extents)
         try:
             text = _text_of(recorder, function, result, names)
             break
@@ -226,18 +230,22 @@ def _traced(function, result, names, device):
             constants |= needed.names
     program = Program(text, recorder.arrays_by_name(), recorder.scalars_by_name())
     program.is_lasting = recorder.is_lasting()
+    program.extents = extents if recorder.reads_extents else None
     return program
 
 
 def _text_of(recorder, function, result, names):
-    arguments = [
-        Traced(recorder, name, "f32" if name == "s" else "i32", is_natural=name != "s") for name in names
-    ]
+    score = [Traced(recorder, "s", "f32")] if names == _SCORE else []
+    arguments = [*score, *(recorder.index(name, axis) for axis, name in enumerate(_MASK))]
     _check_signature(function, result, names)
     with recording(recorder):
         try:
             value = _with_recorded(recorder, function, set())(*arguments)
         except TypeError as error:
+            if "(got Indexed)" in str(error):
+                raise UnsupportedError(
+                    f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
+                ) from error
             # Jax names the type that it does not take.
             if "jax" not in sys.modules or "fa_attn._traced." not in str(error):
                 raise

@@ -9,7 +9,7 @@ from reprlib import repr as short
 
 from ._core import InputError, UnsupportedError
 from ._traced import Indexed, NeedsConstant, Row, Traced, called, float_text, recorder_of, rounded
-from ._traced_operations import OF_ROWS, OPERATIONS, SHOWN, WIDE
+from ._traced_operations import OF_ARRAYS, OF_ROWS, OPERATIONS, SHOWN, WIDE
 
 # The most run-time scalars of a program; further numbers are constants.
 MOST_SCALARS = 8
@@ -34,13 +34,16 @@ _LOADED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "u8": "i32",
 class Recorder:
     """The lines of a program while a function runs."""
 
-    def __init__(self, constants, device=None, is_score=True):
+    def __init__(self, constants, device=None, is_score=True, extents=None):
         # Numbers, in the order in which the function names them, that are to be constants.
         self.constants = constants
         # Where a function makes tensors that ask an index for its device.
         self.device = device
         # Scores have derivatives, masks have none.
         self.is_score = is_score
+        # The sequences, heads, queries and keys of a call, None of any number; and whether lines follow from
+        # them.
+        self.extents, self.reads_extents = extents, False
         # Of the names of arrays and scalars, so that those of two functions differ.
         self.prefix = "" if is_score else "m"
         self.lines = []
@@ -54,6 +57,13 @@ class Recorder:
         self.fresh = {}
         # Whether Python has read values of tensors, which may be others at another call.
         self.reads_values = False
+
+    def index(self, name, axis):
+        """An index of a pair, of which the call has so many."""
+        made = Traced(self, name, "i32", is_natural=True)
+        most = None if self.extents is None else self.extents[axis]
+        made.bounds = (0, 2**31 - 1 if most is None else max(most - 1, 0))
+        return made
 
     # Declarations.
 
@@ -100,10 +110,24 @@ class Recorder:
                 raise UnsupportedError(f"an array is indexed by integers in a mod, not by {short(index)}")
             if isinstance(operand.value, int) and not operand.scalars and operand.value < 0:
                 operand = self.operand(operand.value + tensor.shape[axis])
+            else:
+                operand = self._from_the_start(operand, tensor.shape[axis])
             at.append(operand.name)
         loaded = self.line(f"{name}[{', '.join(at)}]", _LOADED[element])
         loaded.is_natural = element == "u8"
         return loaded
+
+    def _from_the_start(self, index, size):
+        """An index that may be negative, and then counts from the end. In calls of any lengths distances are
+        not taken for negative: where they are, keys are hidden."""
+        if index.is_natural:
+            return index
+        if index.bounds is not None:
+            self.reads_extents = True
+            if index.bounds[0] >= 0 or self.extents is None:
+                return index
+        text = f"select({index.name} < 0, {index.name} + {size}, {index.name})"
+        return self.line(text, "i32", index)
 
     def arrays_by_name(self):
         """The arrays that the program reads."""
@@ -220,19 +244,20 @@ class Recorder:
         options = {key: value for key, value in options.items() if key != "inplace"}
         if is_in_place:
             return self._in_place(name.rstrip("_"), arguments, options)
+        name = name[8:] if name.startswith("special_") else name
+        self._need_numbers_beside_arrays([*arguments, *options.values()])
         if len(arguments) == 1 and not options:
             name = {"max": "amax", "min": "amin"}.get(name, name)
         if name in OF_ROWS:
             with _named_refusal(name, arguments):
                 return OF_ROWS[name](self, *arguments, **options)
-        rows = [one.row() if isinstance(one, (Row, Indexed)) else None for one in arguments]
-        if any(row is not None for row in rows):
+        if name not in OF_ARRAYS and any(self.is_row(one) for one in arguments):
             return self._by_element(name, arguments, options)
         operation = OPERATIONS.get(name)
         if operation is None:
-            traced = [one for one in [*arguments, *options.values()] if isinstance(one, Traced)]
+            traced = list(_traced_within([*arguments, *options.values()]))
             if traced and all(one.fixed for one in traced):
-                # Of captured numbers alone, as torch.arange(n).
+                # Of captured numbers alone, as torch.arange(n), or a list of them.
                 raise NeedsConstant(set().union(*(one.scalars for one in traced)))
             raise UnsupportedError(
                 f"`{name}` has no equivalent in a mask or score function: there are "
@@ -251,6 +276,23 @@ class Recorder:
         with _named_refusal(name, arguments):
             made = operation(self, *given, **options)
             return copy.copy(made) if any(made is one for one in given) else made
+
+    def _need_numbers_beside_arrays(self, arguments):
+        """Python computes an array of an array and captured numbers, as t.view(n, m), of their values."""
+        traced = list(_traced_within(arguments))
+        if all(one.fixed for one in traced) and any(_is_whole_array(self, one) for one in arguments):
+            scalars = set().union(*(one.scalars for one in traced))
+            if scalars:
+                raise NeedsConstant(scalars)
+
+    def is_row(self, value):
+        """Whether it is a row, or an array of one axis that is used as one."""
+        if isinstance(value, (Row, Indexed)) and value.row() is not None:
+            return True
+        array = value._tensor if isinstance(value, Indexed) else value
+        shape = getattr(array, "shape", ())
+        is_short = len(shape) == 1 and 1 < shape[0] <= MOST_ELEMENTS
+        return is_short and hasattr(array, "dtype") and not isinstance(value, (Traced, Row))
 
     def _in_place(self, name, arguments, options):
         """The operation, of which the first argument becomes the result."""
@@ -311,6 +353,22 @@ def _named_refusal(name, arguments):
     except (TypeError, AttributeError) as error:
         shown = ", ".join(map(short, arguments))
         raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
+
+
+def _traced_within(values):
+    """The recording scalars among values and within lists of them."""
+    for one in values:
+        if isinstance(one, Traced):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from _traced_within(one)
+
+
+def _is_whole_array(recorder, value):
+    """Whether it is an array of which no element is meant yet."""
+    if isinstance(value, (Traced, Row)) or not hasattr(value, "dtype"):
+        return False
+    return len(getattr(value, "shape", ())) > 0 and recorder.operand(value) is None
 
 
 def _place_in_base(tensor):

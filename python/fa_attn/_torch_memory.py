@@ -21,6 +21,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
 # Within vmap, grad, vjp and their like.
 is_transforming = torch._C._are_functorch_transforms_active
+_top_transform = torch._C._functorch.peek_interpreter_stack
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 # Of torch.jit.trace, and of modes that see each operator: make_fx, fake tensors, counters of operations.
 is_tracing = torch._C._is_tracing
 count_modes = torch._C._len_torch_dispatch_stack
@@ -29,6 +31,14 @@ _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
 STRIDED = torch.strided
 FLOAT = torch.float32
+
+
+def needs_rules():
+    """Whether a transform of torch.func looks for the rules of what it is given, which it does not find at
+    operators written in Python."""
+    if is_compiling() or not is_transforming():
+        return False
+    return _top_transform().key() != _FUNCTIONALIZE
 
 
 def stream_of(q):

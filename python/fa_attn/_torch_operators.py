@@ -13,8 +13,8 @@ from ._torch_memory import (
     check_tensor,
     detached,
     is_compiling,
-    is_transforming,
     lse_shape,
+    needs_rules,
     new_gradients,
     out_shape,
     out_type,
@@ -91,7 +91,7 @@ def by_operator(q, k, v, options, extras, division=None):
     others = distributed(dict(q=q, k=k, v=v), extras[:-2])
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
-    if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
+    if needs_rules() or (not is_compiling() and forward_ad._current_level >= 0):
         operator = _Transformed.apply
     splits = 0 if splits is None else splits
     return operator(q, k, v, *others, *extras[-2:], *flat(options), splits, packs)
@@ -116,7 +116,7 @@ def _differentiate(ctx, dout, dlse):
     q, k, v, out, lse, *extras = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     operator = torch.ops.fa_attn.backward
-    if not is_compiling() and is_transforming():
+    if needs_rules():
         operator = _TransformedBackward.apply
     dq, dk, dv, dsinks = operator(dout, q, k, v, out, lse, dlse, *extras, *ctx.bounds, *ctx.options)
     has_sinks = extras[TENSORS.index("sinks")] is not None
@@ -125,6 +125,14 @@ def _differentiate(ctx, dout, dlse):
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+def refused_twice(ctx, *gradients):
+    """The derivative of a backward."""
+    raise UnsupportedError("second derivatives: gradients are differentiated no further, detach them")
+
+
+_backward_operator.register_autograd(refused_twice)
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -138,13 +146,11 @@ class _TransformedBackward(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise UnsupportedError("second derivatives: gradients are differentiated no further, detach them")
+    backward = staticmethod(refused_twice)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
+        return one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
 
 
 class _Transformed(torch.autograd.Function):
@@ -160,22 +166,23 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _one_by_one(_Transformed.apply)(info, in_dims, *arguments)
+        return one_by_one(_Transformed.apply)(info, in_dims, *arguments)
 
 
-def _one_by_one(operator):
+def one_by_one(operator):
     """An operator under vmap: a call for each element."""
 
     def rule(info, in_dims, *arguments):
         def at(index):
             given = zip(arguments, in_dims)
-            return operator(*(x if axis is None else x.select(axis, index) for x, axis in given))
+            # Of a list of numbers the axes are a list.
+            return operator(*(x.select(axis, index) if type(axis) is int else x for x, axis in given))
 
         if info.batch_size == 0:
             # One element's results have the shapes.
             none = zip(arguments, in_dims)
             like = operator(
-                *(x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:]) for x, axis in none)
+                *(x.new_zeros(x.movedim(axis, 0).shape[1:]) if type(axis) is int else x for x, axis in none)
             )
             return tuple(x.new_empty((0, *x.shape)) for x in like), (0,) * len(like)
         results = list(zip(*map(at, range(info.batch_size))))
@@ -187,7 +194,7 @@ def _one_by_one(operator):
 for _operator in (_forward_operator, _backward_operator):
     # torch 2.5 and newer.
     if hasattr(_operator, "register_vmap"):
-        _operator.register_vmap(_one_by_one(_operator))
+        _operator.register_vmap(one_by_one(_operator))
 
 
 _append_operator = torch.library.custom_op(

@@ -16,19 +16,21 @@ from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
 from ._torch_dropout import BITS, with_bits
-from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
     check_tensor,
     detached,
+    is_compiling,
     is_transforming,
     lse_shape,
+    needs_rules,
     new_gradients,
     out_shape,
     out_type,
     rows_of,
 )
-from ._torch_passes import run_backward, run_forward
+from ._torch_operators import one_by_one, refused_twice
+from ._torch_passes import no_tangents, run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
 
@@ -183,7 +185,10 @@ def _differentiate(ctx, dout, dlse):
     extras, arrays = others[: len(TENSORS)], others[len(TENSORS) :]
     dout = torch.zeros_like(out) if dout is None else dout
     program = (*arrays, *ctx.program)
-    dq, dk, dv, dsinks, *made = torch.ops.fa_attn.backward_program(
+    operator = torch.ops.fa_attn.backward_program
+    if needs_rules():
+        operator = _TransformedBackward.apply
+    dq, dk, dv, dsinks, *made = operator(
         dout, q, k, v, out, lse, dlse, ctx.wants, *program, *extras, *ctx.bounds, *ctx.options
     )
     darrays = [None] * _MOST
@@ -198,15 +203,51 @@ def _differentiate(ctx, dout, dlse):
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
+_backward_operator.register_autograd(refused_twice)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator within torch.func."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.backward_program(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(refused_twice)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
+
+
+class _Transformed(torch.autograd.Function):
+    """The forward operator within torch.func, which does not differentiate operators written in Python."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.forward_program(*arguments)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(no_tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return one_by_one(_Transformed.apply)(info, in_dims, *arguments)
+
+
+for _operator in (_forward_operator, _backward_operator):
+    # torch 2.5 and newer.
+    if hasattr(_operator, "register_vmap"):
+        _operator.register_vmap(one_by_one(_operator))
 
 
 def attention_with(mods: Modifications, q, k, v, options, extras, division=None):
     """(out, lse) of a call with programs, with gradients for the arrays that they read."""
-    if is_transforming() or forward_ad._current_level >= 0:
-        raise UnsupportedError(
-            "a mask or a change of scores of one's own within torch.func or forward-mode derivatives: call "
-            "it outside, gradients are by backward() and torch.autograd.grad"
-        )
     extras = NO_EXTRAS if extras is None else extras
     if hasattr(q, "placements"):
         return over_ranks(attention_with, mods, q, k, v, options, extras, division)
@@ -228,7 +269,10 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
     splits, packs = division or (None, None)
-    return torch.ops.fa_attn.forward_program(
+    operator = torch.ops.fa_attn.forward_program
+    if needs_rules() or (not is_compiling() and forward_ad._current_level >= 0):
+        operator = _Transformed.apply
+    return operator(
         q,
         k,
         v,
@@ -252,8 +296,8 @@ def _as_read(x):
     """An array in a type that programs read: as tracing declares those that they do not."""
     kind = _READ.get(x.dtype)
     if x.dtype == torch.int64 and x.numel() and not torch.compiler.is_compiling():
-        if x.device.type != "cpu":
-            # No value is waited for.
+        if x.device.type != "cpu" or is_transforming():
+            # No value is waited for, and of elements of vmap there is none.
             x = x.clamp(-(2**31), 2**31 - 1)
         elif not isinstance(x, FakeTensor):
             check_integers(*x.aminmax())
@@ -279,12 +323,13 @@ def packed_bits(mask):
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
     mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
+    if is_transforming():
+        # vmap does not see bytes as words.
+        weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
+        return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
-
-
-count_operations()
 
 
 def leave_out_of_graphs():

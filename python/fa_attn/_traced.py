@@ -190,6 +190,8 @@ class Traced:
         self.is_natural = is_natural
         # Whether it is a constant integer of more than 32 bits, written as a number.
         self.is_wide = False
+        # The least and the largest that an integer can be, where that is known.
+        self.bounds = (value, value) if kind == "i32" and type(value) is int else None
 
     def __repr__(self):
         return f"<{self.kind} of a mod>"
@@ -274,7 +276,7 @@ def _operator(name, swapped=False):
     def method(self, other=None):
         if other is None:
             return self.recorder.operate(name, (self,), {})
-        if isinstance(other, (Row, Indexed)) and other.row() is not None:
+        if self.recorder.is_row(other):
             return self.recorder.operate(name, (other, self) if swapped else (self, other), {})
         if self.recorder.operand(other) is None:
             if hasattr(other, "shape"):
@@ -287,7 +289,7 @@ def _operator(name, swapped=False):
 
 def _of_array(self):
     """What an operator takes of an array: a row, or a scalar where the array has one element."""
-    own = self if self.row() is not None else self.whole()
+    own = self if self._recorder.is_row(self) else self.whole()
     return self.refuse() if own is None else own
 
 

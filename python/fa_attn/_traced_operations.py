@@ -6,6 +6,8 @@ from ._traced import Indexed, NeedsConstant, Row, Traced, float_text
 OPERATIONS = {}
 # Those that make one scalar of a row, or a row of scalars.
 OF_ROWS = {}
+# Those that look through an array, or take an element of one.
+OF_ARRAYS = set("searchsorted bucketize isin index_select take embedding index _unsafe_index".split())
 SHOWN = set()
 # Those that take an integer of more than 32 bits as the number that it is.
 WIDE = set(
@@ -38,7 +40,31 @@ def _binary(symbol, *names, kinds=("i32", "f32")):
             a, b = (recorder.converted(x, "i32") for x in (a, b))
             kind = "i32"
         is_natural = symbol in "+*" and a.is_natural and b.is_natural
-        return recorder.line(f"{a.name} {symbol} {b.name}", kind, a, b, is_natural=is_natural)
+        made = recorder.line(f"{a.name} {symbol} {b.name}", kind, a, b, is_natural=is_natural)
+        return _bounded(made, _ENDS[symbol], a, b)
+
+
+_ENDS = {
+    "+": lambda a, b: [x + y for x in a for y in b],
+    "-": lambda a, b: [x - y for x in a for y in b],
+    "*": lambda a, b: [x * y for x in a for y in b],
+    "//": lambda a, b: [x // y for x in a for y in b],
+    "neg": lambda a: [-x for x in a],
+    "abs": lambda a: [abs(x) for x in a] + [0],
+    "min": lambda a, b: list(map(min, a, b)),
+    "max": lambda a, b: list(map(max, a, b)),
+    "select": lambda a, b: [*a, *b],
+}
+
+
+def _bounded(made, ends, *operands):
+    """An integer with the bounds that follow from those of its operands, by the values at their ends."""
+    if made.kind == "i32" and all(x.bounds is not None for x in operands):
+        values = ends(*(x.bounds for x in operands))
+        # Beyond 32 bits it wraps. Calls of any lengths are taken for short ones.
+        if made.recorder.extents is None or (-(2**31) <= min(values) and max(values) < 2**31):
+            made.bounds = (min(values), max(values))
+    return made
 
 
 def _comparison(symbol, *names):
@@ -119,11 +145,15 @@ def _rsub(recorder, a, b):
 @_named("neg", "negative")
 def _neg(recorder, x):
     x = recorder.converted(x, "i32") if x.kind == "bool" else x
-    return recorder.line(f"-{x.name}", x.kind, x)
+    return _bounded(recorder.line(f"-{x.name}", x.kind, x), _ENDS["neg"], x)
 
 
 @_named("pos", "positive", "clone", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "flatten")
-def _same(recorder, x, *_):
+def _same(recorder, x, *others):
+    if any(type(one).__name__ == "dtype" for one in others):
+        raise UnsupportedError(
+            "a number's bits as those of another type (`view`) have no equivalent in a mask or score function"
+        )
     return x
 
 
@@ -139,7 +169,8 @@ def _detach(recorder, x):
 
 @_named("abs", "absolute", "fabs")
 def _abs(recorder, x):
-    return recorder.line(f"abs({x.name})", x.kind, x, is_natural=x.kind == "i32")
+    made = recorder.line(f"abs({x.name})", x.kind, x, is_natural=x.kind == "i32")
+    return _bounded(made, _ENDS["abs"], x)
 
 
 @_named("square")
@@ -203,7 +234,8 @@ def _floordiv(recorder, a, b):
         return recorder.line(f"floor({a.name} / {b.name})", "f32", a, b)
     a, b, sign = _divided(recorder, a, b)
     is_natural = sign is None and a.is_natural
-    return recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=is_natural)
+    made = recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=is_natural)
+    return _bounded(made, _ENDS["//"], a, b) if b.fixed else made
 
 
 @_named("mod", "remainder")
@@ -213,6 +245,7 @@ def _mod(recorder, a, b):
         return recorder.line(f"{a.name} - floor({a.name} / {b.name}) * {b.name}", "f32", a, b)
     a, b, sign = _divided(recorder, a, b)
     rest = recorder.line(f"{a.name} % {b.name}", "i32", a, b, is_natural=True)
+    rest.bounds = (0, b.value - 1) if b.fixed and type(b.value) is int else None
     return _signed(recorder, rest, sign)
 
 
@@ -244,14 +277,27 @@ def _pow(recorder, a, b):
     if b.value is None:
         if a.value is not None and a.value < 0:
             raise UnsupportedError(f"a power of {a.value} with an exponent that varies is not computed")
-        # The language has constant exponents.
-        a, b = (recorder.converted(x, "f32") for x in (a, b))
-        return recorder.line(f"exp2({b.name} * log2({a.name}))", "f32", a, b)
+        return _varying_power(recorder, a, b)
     if a.kind != "f32" and b.kind == "i32" and 0 < b.value <= 8:
         return recorder.line(" * ".join([a.name] * b.value), "i32", a)
     a = recorder.converted(a, "f32")
     exponent = float_text(float(b.value))
     return recorder.line(f"pow({a.name}, {exponent})", "f32", a)
+
+
+def _varying_power(recorder, a, b):
+    """A power whose exponent is no constant, as the language has them."""
+    is_whole = b.kind != "f32"
+    a, b = (recorder.converted(x, "f32") for x in (a, b))
+    size = recorder.line(f"exp2({b.name} * log2({_SIZE.format(a.name)}))", "f32", a, b)
+    if not is_whole:
+        whole = recorder.line(f"select(floor({b.name}) == {b.name}, {size.name}, nan)", "f32", b, size)
+        size = recorder.line(f"select({a.name} < 0.0, {whole.name}, {size.name})", "f32", a, whole, size)
+    is_odd = f"{b.name} - 2.0 * floor({b.name} * 0.5) == 1.0"
+    signed = f"select({a.name} < 0.0 and {is_odd}, -{size.name}, {size.name})"
+    # Of 0 there is no logarithm.
+    of_zero = f"select({b.name} == 0.0, 1.0, select({b.name} < 0.0, inf, 0.0))"
+    return recorder.line(f"select({a.name} == 0.0, {of_zero}, {signed})", "f32", a, b, size)
 
 
 @_named("floor")
@@ -288,7 +334,7 @@ def _round(recorder, x, decimals=0):
 def _sign(recorder, x):
     zero, one = ("0", "1") if x.kind == "i32" else ("0.0", "1.0")
     text = f"select({zero} < {x.name}, {one}, select({x.name} < {zero}, -{one}, {zero}))"
-    return recorder.line(text, x.kind, x)
+    return _bounded(recorder.line(text, x.kind, x), lambda a: [-1, 1], x)
 
 
 def _extreme(function, *names):
@@ -300,11 +346,27 @@ def _extreme(function, *names):
             return recorder.line(f"{a.name} {symbol} {b.name}", "bool", a, b)
         of = any if function == "max" else all
         is_natural = kind == "i32" and of(x.is_natural for x in (a, b))
-        return recorder.line(f"{function}({a.name}, {b.name})", kind, a, b, is_natural=is_natural)
+        made = recorder.line(f"{function}({a.name}, {b.name})", kind, a, b, is_natural=is_natural)
+        return _bounded(made, _ENDS[function], a, b)
 
 
 _extreme("min", "minimum", "min")
 _extreme("max", "maximum", "max")
+
+
+@_named("fmax")
+def _fmax(recorder, a, b):
+    """The number, where the other is NaN."""
+    (a, b), kind = recorder.promoted(a, b)
+    text = f"select({a.name} < {b.name} or {a.name} != {a.name}, {b.name}, {a.name})"
+    return recorder.line(text, kind, a, b)
+
+
+@_named("fmin")
+def _fmin(recorder, a, b):
+    (a, b), kind = recorder.promoted(a, b)
+    text = f"select({b.name} < {a.name} or {a.name} != {a.name}, {b.name}, {a.name})"
+    return recorder.line(text, kind, a, b)
 
 
 @_named("clamp", "clip")
@@ -353,6 +415,36 @@ def _leaky_relu(recorder, x, negative_slope=0.01):
 @_named("relu6")
 def _relu6(recorder, x):
     return _hardtanh(recorder, x, 0.0, 6.0)
+
+
+@_named("threshold", "_threshold")
+def _threshold(recorder, x, threshold, value):
+    x, threshold, value = (recorder.converted(recorder.operand(one), "f32") for one in (x, threshold, value))
+    text = f"select({x.name} <= {threshold.name}, {value.name}, {x.name})"
+    return recorder.line(text, "f32", x, threshold, value)
+
+
+@_named("hardshrink")
+def _hardshrink(recorder, x, lambd=0.5):
+    x, most = (recorder.converted(recorder.operand(one), "f32") for one in (x, lambd))
+    return recorder.line(f"select(abs({x.name}) <= {most.name}, 0.0, {x.name})", "f32", x, most)
+
+
+@_named("softshrink")
+def _softshrink(recorder, x, lambd=0.5):
+    x, most = (recorder.converted(recorder.operand(one), "f32") for one in (x, lambd))
+    below = f"select({x.name} < -{most.name}, {x.name} + {most.name}, 0.0)"
+    return recorder.line(f"select({most.name} < {x.name}, {x.name} - {most.name}, {below})", "f32", x, most)
+
+
+@_named("logit")
+def _logit(recorder, x, eps=None):
+    x = recorder.converted(x, "f32")
+    if eps is not None:
+        low = recorder.operand(eps)
+        high = recorder.operate("rsub", (low, 1.0), {})
+        x = _clamp(recorder, x, low, high)
+    return recorder.line(f"log({x.name} / (1.0 - {x.name}))", "f32", x)
 
 
 def _formula(takes, text, *names):
@@ -425,7 +517,7 @@ _ERF = (0.29347348, 0.40252262, -0.09049915, 0.81346788, -0.52248762, 0.10352278
 _ATAN = (-0.3333264, 0.1998447, -0.1414537, 0.104315, -0.0708781, 0.03803923, -0.01333468, 0.002192129)
 
 
-@_named("erf", "special_erf")
+@_named("erf")
 def _erf(recorder, x):
     x = recorder.converted(x, "f32")
     size = recorder.line(_SIZE.format(x.name), "f32", x)
@@ -435,7 +527,7 @@ def _erf(recorder, x):
     return recorder.line(f"select({x.name} < 0.0, -{up.name}, {up.name})", "f32", x, up)
 
 
-@_named("erfc", "special_erfc")
+@_named("erfc")
 def _erfc(recorder, x):
     return recorder.line(f"1.0 - {_erf(recorder, x).name}", "f32", x)
 
@@ -500,7 +592,8 @@ def _logaddexp(recorder, a, b):
 def _where(recorder, condition, a, b):
     (a, b), kind = recorder.promoted(a, b)
     condition = recorder.converted(condition, "bool")
-    return recorder.line(f"select({condition.name}, {a.name}, {b.name})", kind, condition, a, b)
+    made = recorder.line(f"select({condition.name}, {a.name}, {b.name})", kind, condition, a, b)
+    return _bounded(made, _ENDS["select"], a, b)
 
 
 @_named("masked_fill")
@@ -672,7 +765,6 @@ def _take(recorder, array, index):
 
 
 _formula(1, "sin({0}) / cos({0})", "tan")
-_formula(1, "sigmoid({0})", "special_expit")
 _formula(1, "{0} / (1.0 + abs({0}))", "softsign")
 _formula(1, "{0} - tanh({0})", "tanhshrink")
 _formula(
@@ -680,6 +772,8 @@ _formula(
     "1.0507009873554805 * select(0.0 < {0}, {0}, 1.6732632423543772 * (exp({0}) - 1.0))",
     "selu",
 )
+_formula(2, "select({0} == 0.0, {1}, select({0} < 0.0, 0.0, 1.0))", "heaviside")
+_formula(1, "select({0} == 0.0, 1.0, sin(3.141592653589793 * {0}) / (3.141592653589793 * {0}))", "sinc")
 _formula(1, "0.5 * log((1.0 + {0}) / (1.0 - {0}))", "atanh", "arctanh")
 _formula(1, "log({0} + sqrt({0} * {0} - 1.0))", "acosh", "arccosh")
 _formula(1, "{0} * 0.017453292519943295", "deg2rad", "radians")

@@ -145,6 +145,8 @@ class BlockMask:
         """A mask of its parts: `program` None where mask_mod is to be set."""
         self = cls.__new__(cls)
         self._program, self._mask_mod, self.states = program, mask_mod, states
+        # Of a part, the mask that it is of and its sequences, heads and blocks of queries.
+        self._part: Optional[Tuple[BlockMask, Any]] = None
         self.batch, self.heads = batch, heads
         self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
         return self
@@ -157,9 +159,10 @@ class BlockMask:
     def mask_mod(self, function: Any) -> None:
         """As a part of a mask, of which a decoding step takes a block of queries, gets that of its rows."""
         if self.states is None:
-            self._program = Program.of_mask(function)
+            extents = (self.batch, self.heads, *self.seq_lengths)
+            self._program = Program.of_mask(function, extents=extents)
         else:
-            self._program = with_blocks(self.states, self.BLOCK_SIZE, function)
+            self._program = with_blocks(self.states, self.BLOCK_SIZE, function, self.seq_lengths)
         self._mask_mod = function
 
     @property
@@ -181,6 +184,9 @@ class BlockMask:
         """The states of blocks: those that are listed, or else those that the program is known to leave."""
         if self.states is not None:
             return self.states
+        if self._program is None and self._part is not None:
+            whole, (b, h, rows) = self._part
+            return whole._blocks()[b][:, h][:, :, rows]
         sizes = (self.batch or 1, self.heads or 1)
         return torch.from_numpy(tiles_of(self.program, sizes, self.seq_lengths, self.BLOCK_SIZE))
 
@@ -188,9 +194,10 @@ class BlockMask:
         """The same mask for other lengths, those of its lists at most."""
         lengths = (count("new_q_len", new_q_len), count("new_kv_len", new_kv_len))
         if self.states is None:
-            return BlockMask._of(
-                self._program, self.batch, self.heads, lengths, self.BLOCK_SIZE, self._mask_mod
-            )
+            program, sizes = self._program, (self.batch, self.heads)
+            if program is not None and program.extents is not None:
+                program = Program.of_mask(self._mask_mod, extents=(*sizes, *lengths))
+            return BlockMask._of(program, *sizes, lengths, self.BLOCK_SIZE, self._mask_mod)
         rows, columns = (-(-length // size) for length, size in zip(lengths, self.BLOCK_SIZE))
         states = self.states[:, :, :rows, :columns]
         return BlockMask._of_states(states, lengths, self.BLOCK_SIZE, self.mask_mod)
@@ -245,11 +252,12 @@ class BlockMask:
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
         index = index if isinstance(index, tuple) else (index,)
-        axes = [
-            range(self.batch or 1),
-            range(self.heads or 1),
-            range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0])),
-        ]
+        rows = -(-self.seq_lengths[0] // self.BLOCK_SIZE[0])
+        if self.states is not None:
+            rows = self.states.shape[2]
+        elif self._program is None and self._part is not None:
+            rows = len(self._part[1][2])
+        axes = [range(self.batch or 1), range(self.heads or 1), range(rows)]
         whole = [at for at, one in enumerate(index) if one is Ellipsis]
         if len(index) - len(whole) > len(axes) or len(whole) > 1:
             raise InputError(f"block_mask has {len(index)} indices: B, H and blocks of queries can be given")
@@ -260,7 +268,9 @@ class BlockMask:
         states = None if self.states is None else self.states[found[0]][:, found[1]][:, :, found[2]]
         batch = None if self.batch is None else len(found[0])
         heads = None if self.heads is None else len(found[1])
-        return BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
+        made = BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
+        made._part = (self, found)
+        return made
 
     @classmethod
     def from_kv_blocks(
@@ -300,7 +310,7 @@ class BlockMask:
         if seq_lengths is None:
             seq_lengths = (states.shape[2] * block[0], states.shape[3] * block[1])
         check_cover(states, block, seq_lengths)
-        program = with_blocks(states, block, mask_mod)
+        program = with_blocks(states, block, mask_mod, tuple(seq_lengths))
         return cls._of(program, states.shape[0], states.shape[1], tuple(seq_lengths), block, mask_mod, states)
 
     def to(self, device: Any) -> BlockMask:
@@ -311,6 +321,7 @@ class BlockMask:
             name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in program.arrays.items()
         }
         moved = Program(program.text, arrays, program.scalars)
+        moved.extents = program.extents
         sizes = (self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
         return BlockMask._of(moved, *sizes, self.mask_mod, states)
 
@@ -373,8 +384,12 @@ def create_block_mask(
     lengths = (count("Q_LEN", Q_LEN), count("KV_LEN", KV_LEN))
     B = None if B is None else count("B", B)
     H = None if H is None else count("H", H)
-    program = Program.of_mask(mask_mod, device)
+    program = Program.of_mask(mask_mod, device, (B, H, *lengths))
     return BlockMask._of(program, B, H, lengths, block_size(BLOCK_SIZE), mask_mod)
+
+
+# The blocks of the mask that torch makes where a call has none, of any lengths.
+_ANY_LENGTHS = (1 << 30, 1 << 30)
 
 
 def _own_mask(block_mask, extents):
@@ -387,6 +402,8 @@ def _own_mask(block_mask, extents):
         lengths = tuple(getattr(block_mask, "seq_lengths", (extents.rows, extents.keys)))
         block = block_size(tuple(block_mask.BLOCK_SIZE))
         block_mask = BlockMask._of_states(states_of(*lists), lengths, block, block_mask.mask_mod)
+    if block_mask.BLOCK_SIZE == _ANY_LENGTHS:
+        return block_mask
     if block_mask.seq_lengths != (extents.rows, extents.keys):
         raise InputError(
             f"block_mask is of {block_mask.seq_lengths} queries and keys, and the call of "

@@ -48,6 +48,7 @@ from ._torch_memory import (
 from ._torch_memory import (
     detached as detached_extras,
 )
+from ._torch_flops import count_operations
 from ._torch_operators import by_operator
 from ._torch_packed_rows import check_table, numbers_of, packed_rows, places_of
 from ._torch_dropout import kept
@@ -105,6 +106,9 @@ __all__ = [
     "without_blind",
     "without_padding",
 ]
+
+# Here all operators are there.
+count_operations()
 
 has_autograd = True
 lends = False

@@ -109,6 +109,10 @@ def test_compressed_rows():
         )
 
 
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 16 * (h + 1))
+
+
 def test_a_part_of_a_mask_is_that_of_a_decoding_step():
     """As gpt-fast decodes: the block of the step, with the mask of its offset."""
     step = 50
@@ -159,6 +163,18 @@ def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
     torch.testing.assert_close(
         flex_attention(q, k, v, block_mask=full), flex_attention(q, k, v, block_mask=ours)
     )
+
+
+def test_parts_of_a_mask_have_the_blocks_that_torchs_have():
+    ours, torchs = (
+        make(by_head, B, H, 80, 80, device="cpu", BLOCK_SIZE=16)
+        for make in (create_block_mask, flex.create_block_mask)
+    )
+    for index in (0, (1, 2), (slice(None), 0), (slice(None), slice(None), 3), (slice(0, 2), 1, [1, 4])):
+        part, want = ours[index], torchs[index]
+        for name in ("kv_num_blocks", "full_kv_num_blocks"):
+            assert torch.equal(getattr(part, name), getattr(want, name)), (index, name)
+            assert torch.equal(getattr(part[0], name), getattr(want[0], name)), (index, name)
 
 
 def test_torchs_constructor_and_lengths_of_a_part():

@@ -1,6 +1,8 @@
 """flex_attention, scaled_dot_product_attention and triangle_attention: torch's signatures and rules."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -364,3 +366,70 @@ def test_nested_tensors_that_are_not_computed_are_errors():
     for call, message in wrong:
         with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
             call()
+
+
+def test_a_counter_that_is_imported_before_sees_all_operators():
+    program = "import torch.utils.flop_counter, torch, fa_attn; q = torch.ones(1, 1, 2, 8)\n"
+    program += "print(fa_attn.scaled_dot_product_attention(q, q, q, q.new_zeros(2, 2)).sum().item())"
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (made.returncode, made.stdout) == (0, "16.0\n"), made.stderr
+
+
+def _scores(bias, number):
+    return lambda s, b, h, q, k: s * number + bias[h, q - k + S]
+
+
+TRANSFORMED = {
+    "bias": lambda q, k, v, bias, number: flex_attention(q, k, v, _scores(bias, 1.5)),
+    "number": lambda q, k, v, bias, number: flex_attention(q, k, v, lambda s, b, h, i, j: s * number),
+    "block mask": lambda q, k, v, bias, number: flex_attention(
+        q, k, v, _scores(bias, number), create_block_mask(empty_rows, None, None, L, S)
+    ),
+    "float mask": lambda q, k, v, bias, number: fa_attn.scaled_dot_product_attention(
+        q, k, v, bias[:, :S].expand(L, H, S).transpose(0, 1) * number
+    ),
+    "padding": lambda q, k, v, bias, number: fa_attn.scaled_dot_product_attention(
+        q, k, v, bias[0, :S].expand(L, S) > number - 2
+    ),
+    "bool mask": lambda q, k, v, bias, number: fa_attn.scaled_dot_product_attention(
+        q, k, v, bias[:, :1, None].expand(H, L, S) > number - 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_programs_under_transforms_are_each_element_by_itself(name):
+    own = [draw(3, *shape) for shape in ((B, H, L, D), (B, HK * 2, S, D), (B, H, S, D), (H, 2 * S))]
+    own.append(torch.tensor([0.5, 1.0, 1.5]))
+    call = TRANSFORMED[name]
+    out = torch.func.vmap(call)(*own)
+    each = [[x[at].clone().requires_grad_() for x in own] for at in range(3)]
+    want = [call(*one) for one in each]
+    torch.testing.assert_close(out, torch.stack(want))
+    places = tuple(range(5))
+    made = torch.func.vmap(torch.func.grad(lambda *own: call(*own).square().sum(), places))(*own)
+    for at, (one, x) in enumerate(zip(each, want)):
+        true = torch.autograd.grad(x.square().sum(), one, allow_unused=True, retain_graph=True)
+        for got, y in zip(made, true):
+            torch.testing.assert_close(got[at], torch.zeros_like(got[at]) if y is None else y)
+    one = [x.detach() for x in each[0]]
+    torch.testing.assert_close(torch.func.functionalize(call)(*one), want[0])
+    jacobian = torch.func.jacrev(lambda q: call(q, *one[1:]).sum((0, 1, 2)))(one[0])
+    true = torch.autograd.grad(want[0][..., 1].sum(), each[0][0])[0]
+    torch.testing.assert_close(jacobian[1], true)
+
+
+def test_derivatives_that_programs_do_not_have_are_errors():
+    q, k, v, bias = draw(B, H, L, D).requires_grad_(), draw(B, H, S, D), draw(B, H, S, D), draw(H, 2 * S)
+    out = flex_attention(q, k, v, _scores(bias, 1.0))
+    [first] = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(fa_attn.UnsupportedError, match="second derivatives"):
+        first.sum().backward()
+    with pytest.raises(fa_attn.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda q: flex_attention(q, k, v, _scores(bias, 1.0)), (q.detach(),), (k[:, :, :L],))
+
+
+def test_torchs_mask_of_no_blocks_is_of_any_lengths():
+    q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
+    mask = flex._create_empty_block_mask(q, k)
+    torch.testing.assert_close(flex_attention(q, k, v, alibi, mask), flex_attention(q, k, v, alibi))

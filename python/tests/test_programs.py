@@ -209,6 +209,17 @@ def changed_in_place(s, b, h, q, k):
     return s.masked_fill_(~seen, -3.0) + kept.clamp_(-1, 1) + same + torch.relu_(distance - 5)
 
 
+def with_lists(gains, table):
+    return lambda s, b, h, q, k: s * torch.tensor(gains)[h] + torch.tensor(table)[b, h % 2]
+
+
+def with_arrays(heads, step, factor):
+    def score(s, b, h, q, k):
+        return s + FORGET.view(-1, heads, LENGTH)[b, h, q] + (FORGET * factor).roll(step)[b, h, k]
+
+    return score
+
+
 SCORES = {
     "ALiBi": alibi,
     "bias": lambda s, b, h, q, k: s + BIAS[b, h, q, k],
@@ -302,6 +313,24 @@ SCORES = {
         + torch.atan2(q - 7.0, k - 9.0)
     ),
     "unsqueezed": lambda s, b, h, q, k: s + (POINTS[q] == k.unsqueeze(-1)).any(dim=-1) * 0.5,
+    "the rest of the activations": lambda s, b, h, q, k: (
+        torch.nn.functional.threshold(s, 0.1, -3.0)
+        + torch.nn.functional.softshrink(s, 0.1)
+        + torch.nn.functional.hardshrink(s, 0.3)
+        + torch.logit(torch.sigmoid(s), 0.1)
+        + torch.special.log1p(s * s)
+        + torch.sinc(s * (q > 9))
+        + torch.heaviside((q - k) + 0.0, SLOPES[h])
+        + torch.fmax(s, s * 0.2)
+        + torch.fmin(s / (q % 3), s)
+    ),
+    "powers of numbers": lambda s, b, h, q, k: s + 1e-3 * (q - k) ** SIGNED[h % 3].abs() + s ** (h // 2),
+    "powers of a learned number": lambda s, b, h, q, k: s - (q - k).abs() ** SLOPES[h],
+    "short arrays": lambda s, b, h, q, k: (
+        s * AXES.sum() + torch.dot(AXES, torch.cos((q - k) * AXES)) + (torch.relu(s * AXES + AXES) * AXES).sum()
+    ),
+    "lists of numbers": with_lists([1.5, 2.5, 3.5, 4.5], [[1, 2], [3, 4]]),
+    "arrays with numbers": with_arrays(HEADS, 3, 0.5),
     "index operators": lambda s, b, h, q, k: (
         s + torch.ops.aten.index(TABLE, [h, q]) + SLOPES.index_select(0, h.reshape(1)).squeeze()
     ),
@@ -491,6 +520,9 @@ REFUSED = [
     (lambda b, h, q, k: torch.stack([q, k]).sum(dtype=torch.int8) > 0, "`sum` cannot take"),
     (lambda b, h, q, k: (q - k).div_(2) > 0, "`div` in place gives f32 to i32"),
     (lambda b, h, q, k: EDGES.add_(q)[0] > k, "`add` changes an array in place"),
+    (lambda b, h, q, k: (q * 0.5).view(torch.int32) > k, "bits as those of another type"),
+    (lambda b, h, q, k: q * LEVEL.repeat(2) > k, "an array of 1 axes is used whole"),
+    (lambda b, h, q, k: torch.from_numpy(NUMPY_SLOPES)[h] > k, "makes a tensor of an array of numpy"),
     (7, "mask_mod is a function, a text or a Program, not 7"),
 ]
 
@@ -500,6 +532,58 @@ def test_refusals_say_what_has_no_equivalent(number):
     function, message = REFUSED[number]
     with pytest.raises(ValueError, match=message):
         Program.of_mask(function)
+
+
+NEGATIVE = {
+    "distance": lambda i, j: i - j,
+    "distance within limits": lambda i, j: (i - j).clamp(-6, 6),
+    "from the end": lambda i, j: -1 - j,
+    "of the row": lambda i, j: i // 2 - 5,
+    "either": lambda i, j: torch.where(i > 3, j - i, i - 2),
+    "never": lambda i, j: (i - j).abs() % 7,
+}
+
+
+@pytest.mark.parametrize("lengths", [(8, 12), (12, 8)])
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_negative_indices_count_from_the_end(name, lengths):
+    table, seen = draw(40).requires_grad_(), draw(40) > -0.5
+    rows, keys = lengths
+    q, k, v = (draw(1, 2, n, 16).requires_grad_() for n in (rows, keys, keys))
+    index = NEGATIVE[name]
+    mask = fa_attn.create_block_mask(lambda b, h, i, j: seen[index(i, j)], None, None, rows, keys)
+
+    def score(s, b, h, i, j):
+        return s + table[index(i, j)]
+
+    out = fa_attn.flex_attention(q, k, v, score, mask)
+    places = index(torch.arange(rows)[:, None], torch.arange(keys)[None]).expand(rows, keys)
+    bias = table[places].masked_fill(~seen[places], -math.inf)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-4)
+    inputs, dout = (q, k, v, table), draw(*out.shape)
+    made = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout)
+    for x, y in zip(*made):
+        torch.testing.assert_close(x, y, atol=2e-4, rtol=1e-3)
+    # The function is kept, and other lengths are other bounds.
+    more = [torch.cat([x, x], 2) for x in (q, k, v)]
+    longer = fa_attn.flex_attention(*more, score, mask._adjust(2 * rows, 2 * keys))
+    places = index(torch.arange(2 * rows)[:, None], torch.arange(2 * keys)[None]).expand(2 * rows, 2 * keys)
+    bias = table[places].masked_fill(~seen[places], -math.inf)
+    want = torch.nn.functional.scaled_dot_product_attention(*more, attn_mask=bias)
+    torch.testing.assert_close(longer, want, atol=2e-5, rtol=1e-4)
+
+
+def test_a_learned_power_of_a_distance_of_0_has_a_gradient():
+    power = torch.rand(2, generator=_generator).requires_grad_()
+    q, k, v = (draw(1, 2, 8, 16) for _ in range(3))
+    out = fa_attn.flex_attention(q, k, v, lambda s, b, h, i, j: s - (i - j).abs() ** power[h])
+    distance = (torch.arange(8)[:, None] - torch.arange(8)).abs()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=-(distance ** power[:, None, None])[None]
+    )
+    made, true = (torch.autograd.grad(x.square().sum(), power)[0] for x in (out, want))
+    torch.testing.assert_close(made, true, atol=1e-4, rtol=1e-3)
 
 
 class StraightThrough(torch.autograd.Function):

@@ -4,6 +4,8 @@
 //! equal operands of min and max, the first one's; of abs at 0, 0; of floor, comparisons and integers, 0.
 //! What a select does not take has the derivative 0, whatever it is.
 
+use std::collections::BTreeMap;
+
 use super::error::{ProgramProblem, limit};
 use super::graph::Graph;
 use super::node::{Binary, Const, Node, NodeId, Unary};
@@ -46,8 +48,8 @@ pub(super) fn derivatives(
         } else {
             adjoint.pass(id, node, by)?;
         }
+        limit("nodes with its derivatives", MOST, adjoint.graph.nodes.len())?;
     }
-    limit("nodes with its derivatives", MOST, adjoint.graph.nodes.len())?;
     gradients.reverse();
     Ok((slope, gradients))
 }
@@ -214,22 +216,67 @@ impl Adjoint<'_> {
         false
     }
 
-    /// `by * local`; a select that is 0 in one branch stays outside, so that 0 is 0 there, even times
-    /// infinity.
+    /// `by * local`. Selects that are 0 in a branch stay outside, also within others and in sums, so that 0 is
+    /// 0 there, even times infinity.
     fn scaled(&mut self, by: NodeId, local: NodeId) -> Result<NodeId, ProgramProblem> {
+        let mut vanishing = BTreeMap::new();
+        self.vanishes(by, &mut vanishing);
+        self.scaled_within(by, local, &vanishing, &mut BTreeMap::new())
+    }
+
+    /// Whether a derivative is 0 where a select says so; noted for all nodes that were asked.
+    fn vanishes(&self, by: NodeId, known: &mut BTreeMap<NodeId, bool>) -> bool {
+        if let Some(&found) = known.get(&by) {
+            return found;
+        }
+        let found = by == self.zero
+            || match self.graph.nodes[by.index()] {
+                Node::Select(_, a, b) | Node::Binary(Binary::Add, a, b) => {
+                    let first = self.vanishes(a, known);
+                    self.vanishes(b, known) || first
+                }
+                Node::Const(_)
+                | Node::Var(_)
+                | Node::Scalar(_)
+                | Node::Load(..)
+                | Node::Unary(..)
+                | Node::Binary(..) => false,
+            };
+        known.insert(by, found);
+        found
+    }
+
+    fn scaled_within(
+        &mut self,
+        by: NodeId,
+        local: NodeId,
+        vanishing: &BTreeMap<NodeId, bool>,
+        done: &mut BTreeMap<NodeId, NodeId>,
+    ) -> Result<NodeId, ProgramProblem> {
         if by == self.zero {
             return Ok(self.zero);
         }
-        if let Node::Select(condition, yes, no) = self.graph.nodes[by.index()] {
-            if no == self.zero {
-                let yes = self.scaled(yes, local)?;
-                return self.graph.select(condition, yes, self.zero);
-            }
-            if yes == self.zero {
-                let no = self.scaled(no, local)?;
-                return self.graph.select(condition, self.zero, no);
-            }
+        if let Some(&made) = done.get(&by) {
+            return Ok(made);
         }
+        let made = if !vanishing.get(&by).is_some_and(|&vanishes| vanishes) {
+            self.product(by, local)?
+        } else if let Node::Select(condition, yes, no) = self.graph.nodes[by.index()] {
+            let yes = self.scaled_within(yes, local, vanishing, done)?;
+            let no = self.scaled_within(no, local, vanishing, done)?;
+            self.graph.select(condition, yes, no)?
+        } else if let Node::Binary(Binary::Add, a, b) = self.graph.nodes[by.index()] {
+            let a = self.scaled_within(a, local, vanishing, done)?;
+            let b = self.scaled_within(b, local, vanishing, done)?;
+            self.sum(a, b)?
+        } else {
+            self.product(by, local)?
+        };
+        done.insert(by, made);
+        Ok(made)
+    }
+
+    fn product(&mut self, by: NodeId, local: NodeId) -> Result<NodeId, ProgramProblem> {
         if self.graph.constant(local) == Some(Const::F32((-1f32).to_bits())) {
             return self.graph.unary(Unary::Neg, by);
         }

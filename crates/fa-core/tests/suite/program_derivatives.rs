@@ -115,6 +115,9 @@ fn branches_that_are_not_taken_give_zero() {
         ("max(s, -1.0)", 1.0),
         ("min(-1.0, s)", 0.0),
         ("floor(s) + f32(i32(s))", 0.0),
+        // The same operand in both branches of a select within, in the other branch of one without.
+        ("let x = log(s + 1.0); where(s == -1.0, 2.0 * s, where(q == 1, -x, x))", 2.0),
+        ("let x = sqrt(s); where(s < 0.0, 3.0 * s, x) + where(s < 1.0, s, x)", 4.0),
     ] {
         let program = Program::parse(text).unwrap();
         let inputs = Inputs::new(&program, vec![], vec![]).unwrap();
