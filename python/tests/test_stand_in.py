@@ -116,6 +116,127 @@ def test_rows_are_packed_and_put_back_with_gradients():
     assert (indices.tolist(), starts.tolist(), counts.tolist()) == ([0, 1, 2, 3], [0, 2, 4], [1, 2])
 
 
+def test_rows_are_put_back_at_indices_of_any_integers():
+    """transformers steps with int32 ones."""
+    from flash_attn.bert_padding import index_first_axis, index_put_first_axis
+
+    x = torch.randn(3, 2)
+    for dtype in (torch.int32, torch.int64):
+        at = torch.tensor([4, 0, 2], dtype=dtype)
+        placed = index_put_first_axis(x, at, 5)
+        assert torch.equal(placed[[4, 0, 2]], x) and torch.equal(placed[[1, 3]], torch.zeros(2, 2))
+        assert torch.equal(index_first_axis(placed, at), x)
+
+
+def test_the_extension_module_by_the_order_of_its_arguments():
+    """As xformers calls it, which has an autograd of its own."""
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 12, 2, 32), (2, 12, 2, 32))
+    want, want_lse = definition(q, k, v, causal=True, scale=0.3, return_lse=True)
+    x = [t.detach() for t in (q, k, v)]
+    tail = (True, -1, -1, 0.0)
+    room = torch.empty_like(x[0])
+    out, lse, _, state = flash_attn_gpu.fwd(*x, room, None, 0.0, 0.3, *tail, False, None)
+    assert out is room
+    close(out, want, torch.float32)
+    close(lse, want_lse, torch.float32)
+    dout = torch.randn_like(out)
+    dq = torch.empty_like(x[0])
+    args = (dq, None, None, None, 0.0, 0.3, *tail, False, None, state)
+    made = flash_attn_gpu.bwd(dout, *x, out, lse, *args)
+    assert made[0] is dq and made[3].shape == lse.shape
+    wanted = torch.autograd.grad(want, (q, k, v), dout.double())
+    for have, need in zip(made, wanted):
+        close(have, need, torch.float32, factor=10)
+    starts = [torch.arange(3, dtype=torch.int32) * n for n in (9, 12)]
+    flat = [t.flatten(0, 1) for t in x]
+    lengths = (9, 12, 0.0, 0.3, False)
+    packed = (None, *starts, None, None, None, None, *lengths, *tail, False, None)
+    flat_out, flat_lse, *_ = flash_attn_gpu.varlen_fwd(*flat, *packed)
+    assert torch.equal(flat_out, out.flatten(0, 1)) and flat_lse.shape == (4, 18)
+    args = (None, None, None, *starts, None, *lengths, *tail, False, None, state)
+    made = flash_attn_gpu.varlen_bwd(dout.flatten(0, 1), *flat, flat_out, flat_lse, *args)
+    for have, need in zip(made, wanted):
+        close(have, need.flatten(0, 1), torch.float32, factor=10)
+    # The bound of keys with room behind them is one on those in use.
+    used = torch.tensor([7, 5], dtype=torch.int32)
+    args = (None, *starts, used, None, None, None, 9, 7, 0.0, 0.3, False, False, -1, -1, 0.0, False, None)
+    flat_out, *_ = flash_attn_gpu.varlen_fwd(*flat, *args)
+    for i, count in enumerate(used):
+        need = definition(q[i : i + 1], k[i : i + 1, :count], v[i : i + 1, :count], scale=0.3)
+        close(flat_out[9 * i : 9 * i + 9], need[0], torch.float32)
+    step = torch.randn(2, 1, 2, 32)
+    caches = [t.clone() for t in x[1:]]
+    head = (used, None, None, None, None, None, None, None, 0.3, *tail, True, 0)
+    out, lse = flash_attn_gpu.fwd_kvcache(x[0][:, :1], *caches, step, step, *head)
+    assert torch.equal(caches[0][0, 7], step[0, 0]) and torch.equal(caches[1][1, 5], step[1, 0])
+    need = fa_attn.flash_attn_with_kvcache(x[0][:, :1], *caches, cache_seqlens=used + 1, softmax_scale=0.3)
+    close(out, need, torch.float32)
+    with pytest.raises(fa_attn.InputError, match="^generator"):
+        flash_attn_gpu.fwd(*x, None, None, 0.0, 0.3, *tail, False, torch.zeros(1))
+
+
+def test_sinks_and_dropout_of_the_third_generation():
+    """transformers leaves out what a function does not take."""
+    import flash_attn_interface
+
+    x = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32))
+    sinks = torch.randn(4)
+    want = fa_attn.flash_attn_func(*x, causal=True, sinks=sinks)
+    assert torch.equal(flash_attn_interface.flash_attn_func(*x, causal=True, s_aux=sinks), want)
+    starts = torch.arange(3, dtype=torch.int32) * 9
+    flat = [t.flatten(0, 1) for t in x]
+    have = flash_attn_interface.flash_attn_varlen_func(*flat, starts, starts, 9, 9, causal=True, s_aux=sinks)
+    close(have, want.flatten(0, 1), torch.float32)
+    used = torch.full((2,), 9, dtype=torch.int32)
+    options = dict(cache_seqlens=used, causal=True, s_aux=sinks)
+    close(flash_attn_interface.flash_attn_with_kvcache(*x, **options), want, torch.float32)
+    torch.manual_seed(3)
+    want = fa_attn.flash_attn_func(*x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(flash_attn_interface.flash_attn_func(*x, dropout_p=0.5), want)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_of_leaves_and_of_own_tables(interleaved):
+    from flash_attn.layers import rotary
+    from flash_attn.ops.triton.rotary import apply_rotary
+
+    angles = torch.randn(12, 8)
+    cos, sin = angles.cos(), angles.sin()
+    x = torch.randn(2, 7, 3, 32)
+    places = torch.tensor([[2, 0, 5, 1, 1, 9, 3], [1, 2, 3, 4, 5, 6, 7]])
+    turned = rotary.apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
+    for i in range(2):
+        for j, place in enumerate(places[i]):
+            row = x[i : i + 1, j : j + 1]
+            want = rotary.apply_rotary_emb(row, cos, sin, interleaved, seqlen_offsets=int(place))
+            assert torch.equal(turned[i, j], want[0, 0])
+    want = rotary.apply_rotary_emb(x, cos, sin, interleaved)
+    close(apply_rotary(want, cos, sin, interleaved=interleaved, conjugate=True), x, torch.float32)
+    # In place, also leaves, as theirs do.
+    for turn, shape, at in (
+        (lambda t: rotary.apply_rotary_emb(t, cos, sin, interleaved, inplace=True), (2, 7, 3, 32), ...),
+        (lambda t: rotary.apply_rotary_emb_qkv_(t, cos, sin, interleaved=interleaved), (2, 7, 3, 3, 32), slice(0, 2)),
+        (lambda t: rotary.apply_rotary_emb_kv_(t, cos, sin, interleaved), (2, 7, 2, 3, 32), slice(0, 1)),
+    ):
+        leaf = torch.randn(shape, requires_grad=True)
+        before = leaf.detach().clone()
+        out = turn(leaf)
+        assert out.data_ptr() == leaf.data_ptr()
+        turned = (lambda t: t if at is ... else t[:, :, at].flatten(2, 3))
+        need = rotary.apply_rotary_emb(turned(before), cos, sin, interleaved)
+        assert torch.equal(turned(out), need)
+        (grad,) = torch.autograd.grad(out, leaf, out.detach().clone())
+        close(grad, before, torch.float32)
+    with pytest.raises(fa_attn.InputError, match="cos and sin have 12 positions: 7 rows from position 6 on need 13"):
+        rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=6)
+    # Positions of their own that tables do not have are not turned, as by their kernel.
+    out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=torch.tensor([0, 8]))
+    assert torch.equal(out[0], want[0]) and torch.equal(out[1, 4:], x[1, 4:])
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_turns_back(interleaved):
     from flash_attn.layers import rotary
