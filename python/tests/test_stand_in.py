@@ -198,6 +198,57 @@ def test_sinks_and_dropout_of_the_third_generation():
     assert torch.equal(flash_attn_interface.flash_attn_func(*x, dropout_p=0.5), want)
 
 
+def test_modules_without_weights():
+    from flash_attn.modules import mha
+
+    assert mha.get_alibi_slopes(4) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    assert mha.get_alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    qkv = torch.randn(2, 9, 3, 4, 32)
+    q, k, v = qkv.unbind(2)
+    slopes = torch.tensor(mha.get_alibi_slopes(4))
+    module = mha.FlashSelfAttention(True, 0.2, 0.5, (3, 0), slopes, True)
+    want = fa_attn.flash_attn_func(
+        q, k, v, softmax_scale=0.2, causal=True, window_size=(3, 0), alibi_slopes=slopes
+    )
+    close(module.eval()(qkv), want, torch.float32)
+    assert not torch.equal(module.train()(qkv), want) and not module.state_dict()
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = module.eval()(qkv.flatten(0, 1), cu_seqlens=starts, max_seqlen=9)
+    close(flat, want.flatten(0, 1), torch.float32)
+    kv = torch.randn(2, 12, 2, 2, 32)
+    want = fa_attn.flash_attn_func(q, *kv.unbind(2), causal=True)
+    module = mha.FlashCrossAttention().eval()
+    close(module(q, kv, causal=True), want, torch.float32)
+    lengths = (starts, 9, torch.tensor([0, 12, 24], dtype=torch.int32), 12)
+    close(module(q.flatten(0, 1), kv.flatten(0, 1), True, *lengths), want.flatten(0, 1), torch.float32)
+    seen = torch.arange(12) < torch.tensor([[12], [7]])
+    out = mha.CrossAttention().eval()(q, kv, key_padding_mask=seen)
+    close(out[1:], fa_attn.flash_attn_func(q[1:], *kv[1:, :7].unbind(2)), torch.float32)
+    out = mha.SelfAttention(causal=True).eval()(qkv, key_padding_mask=seen[:, :9])
+    close(out[1:, :7], fa_attn.flash_attn_func(*qkv[1:, :7].unbind(2), causal=True), torch.float32)
+
+
+def test_blocks_and_latents_of_the_fourth_generation():
+    from types import SimpleNamespace
+
+    from flash_attn.cute import flash_attn_func
+
+    x = tensors("cpu", torch.float32, (2, 8, 4, 32), (2, 8, 2, 32), (2, 8, 2, 32))
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    at = torch.tensor([[[[0, 0], [0, 1]]]], dtype=torch.int32)
+    empty = dict(mask_block_cnt=None, mask_block_idx=None)
+    blocks = SimpleNamespace(full_block_cnt=counts, full_block_idx=at, block_size=(4, 4), **empty)
+    out, _ = flash_attn_func(*x, causal=True, block_sparse_tensors=blocks)
+    close(out, definition(*x, causal=True), torch.float32)
+    latents = torch.randn(2, 8, 1, 48)
+    q, qv = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 32)
+    k, v = latents[..., 32:], latents[..., :32]
+    out, _ = flash_attn_func(q, k, v, qv=qv)
+    close(out, fa_attn.flash_attn_func(q, k, v, qv=qv), torch.float32)
+    with pytest.raises(fa_attn.UnsupportedError, match="^score_mod"):
+        flash_attn_func(*x, score_mod=lambda *_: 0)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_of_leaves_and_of_own_tables(interleaved):
     from flash_attn.layers import rotary

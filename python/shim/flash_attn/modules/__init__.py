@@ -1,0 +1,1 @@
+"""Stands in for flash_attn.modules: what computes attention alone, without weights."""
