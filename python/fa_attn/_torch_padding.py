@@ -134,9 +134,7 @@ def packed_attention(q, k, v, packed, sinks, options):
         count, longest = packed.facts.tolist()
         starts = starts[: count + 1]
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    out = interface.flash_attn_varlen_func(
-        *flat, starts, starts, longest, longest, sinks=sinks, **options
-    )
+    out = interface.flash_attn_varlen_func(*flat, starts, starts, longest, longest, sinks=sinks, **options)
     return out.reshape(*q.shape[:2], *out.shape[1:])
 
 

@@ -14,7 +14,12 @@ NAME, VERSION = "fa_attn_shim", "0.1.0"
 # apart. Of each the module by which it is imported, and what its files begin with.
 STOOD_IN_FOR = (
     ("flash-attn", "2.8.3+fa", "flash_attn", ("flash_attn/", "flash_attn_2_cuda.py")),
-    ("flash-attn-3", "3.0.0+fa", "flash_attn_interface\nflash_attn_3", ("flash_attn_interface.py", "flash_attn_3/")),
+    (
+        "flash-attn-3",
+        "3.0.0+fa",
+        "flash_attn_interface\nflash_attn_3",
+        ("flash_attn_interface.py", "flash_attn_3/"),
+    ),
     ("flash-attn-4", "4.0.0+fa", "flash_attn", ("flash_attn/cute/",)),
 )
 MODULES = (
@@ -82,7 +87,9 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     held.update({f"{NAME}-{VERSION}.data/purelib/{name}": data for name, data in stand_in(files).items()})
     held[f"{info}/METADATA"] = metadata().encode()
     held[f"{info}/WHEEL"] = TAGS.encode()
-    held[f"{info}/top_level.txt"] = b"flash_attn\nflash_attn_2_cuda\nflash_attn_3\nflash_attn_interface\nflash_mla\n"
+    held[f"{info}/top_level.txt"] = (
+        b"flash_attn\nflash_attn_2_cuda\nflash_attn_3\nflash_attn_interface\nflash_mla\n"
+    )
     for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
         held[f"{info}/licenses/{licence}"] = (HERE / licence).read_bytes()
     record = "".join(record_line(name, data) for name, data in held.items()) + f"{info}/RECORD,,\n"

@@ -1,5 +1,5 @@
-"""Stands in for FlashAttention-2's extension module, by the order of its arguments, as programs call it that have
-an autograd of their own (xformers and others)."""
+"""Stands in for FlashAttention-2's extension module, by the order of its arguments, as programs call it that
+have an autograd of their own (xformers and others)."""
 
 from fa_attn import InputError
 

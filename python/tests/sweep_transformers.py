@@ -176,8 +176,9 @@ class Sweep:
         return WRONG, f"{off:.1e} in {where}"
 
     def by_sdpa(self, kind, form, given, made, how):
-        """How far what sdpa makes of the masks and arrays that this package is called with is from it, also of
-        models that take no sdpa by name. Eager attention adds a mask of bools as numbers, sdpa hides by it."""
+        """How far what sdpa makes of the masks and arrays that this package is called with is from it, also
+        of models that take no sdpa by name. Eager attention adds a mask of bools as numbers, sdpa hides by
+        it."""
         calls = Calls.instance
         ours, calls.inner = calls.inner, ALL_ATTENTION_FUNCTIONS["sdpa"]
         try:

@@ -269,19 +269,24 @@ def test_rotary_embedding_of_leaves_and_of_own_tables(interleaved):
     # In place, also leaves, as theirs do.
     for turn, shape, at in (
         (lambda t: rotary.apply_rotary_emb(t, cos, sin, interleaved, inplace=True), (2, 7, 3, 32), ...),
-        (lambda t: rotary.apply_rotary_emb_qkv_(t, cos, sin, interleaved=interleaved), (2, 7, 3, 3, 32), slice(0, 2)),
+        (
+            lambda t: rotary.apply_rotary_emb_qkv_(t, cos, sin, interleaved=interleaved),
+            (2, 7, 3, 3, 32),
+            slice(0, 2),
+        ),
         (lambda t: rotary.apply_rotary_emb_kv_(t, cos, sin, interleaved), (2, 7, 2, 3, 32), slice(0, 1)),
     ):
         leaf = torch.randn(shape, requires_grad=True)
         before = leaf.detach().clone()
         out = turn(leaf)
         assert out.data_ptr() == leaf.data_ptr()
-        turned = (lambda t: t if at is ... else t[:, :, at].flatten(2, 3))
-        need = rotary.apply_rotary_emb(turned(before), cos, sin, interleaved)
-        assert torch.equal(turned(out), need)
+        rows, made = ((t if at is ... else t[:, :, at].flatten(2, 3)) for t in (before, out))
+        assert torch.equal(made, rotary.apply_rotary_emb(rows, cos, sin, interleaved))
         (grad,) = torch.autograd.grad(out, leaf, out.detach().clone())
         close(grad, before, torch.float32)
-    with pytest.raises(fa_attn.InputError, match="cos and sin have 12 positions: 7 rows from position 6 on need 13"):
+    with pytest.raises(
+        fa_attn.InputError, match="cos and sin have 12 positions: 7 rows from position 6 on need 13"
+    ):
         rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=6)
     # Positions of their own that tables do not have are not turned, as by their kernel.
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=torch.tensor([0, 8]))

@@ -113,7 +113,11 @@ def test_transformers_takes_it_for_each_flash_attention(installed, version):
 
 @pytest.mark.parametrize(
     "name, module",
-    [("flash-attn", "flash_attn"), ("flash-attn-3", "flash_attn_interface"), ("flash-attn-4", "flash_attn.cute")],
+    [
+        ("flash-attn", "flash_attn"),
+        ("flash-attn-3", "flash_attn_interface"),
+        ("flash-attn-4", "flash_attn.cute"),
+    ],
 )
 def test_beside_flash_attn_it_refuses_to_be_imported(installed, tmp_path, name, module):
     real = tmp_path / f"{name.replace('-', '_')}-2.8.3.dist-info"

@@ -362,8 +362,9 @@ mod tests {
 
     #[test]
     fn the_bound_is_one_on_the_rows_in_use() {
-        let mut packed = problem(Lengths::packed(2, 12, 8, 5, 6));
-        packed.lengths.q.used = true;
+        let mut lengths = Lengths::packed(2, 12, 8, 5, 6);
+        lengths.q.used = true;
+        let packed = problem(lengths);
         let with = |used: &[i32]| {
             let starts = (Some(&[0, 7, 12][..]), Some(&[0, 4, 8][..]));
             let extras = Extras { cu_seqlens_q: starts.0, cu_seqlens_k: starts.1, ..Extras::NONE };
@@ -371,14 +372,8 @@ mod tests {
                 .map(|batch| batch.sequences.iter().map(|sequence| sequence.q.len).collect::<Vec<_>>())
         };
         assert_eq!(with(&[5, 4]), Ok(vec![5, 4]));
-        assert_eq!(
-            with(&[6, 4]),
-            Err(CpuError::TooLong { name: "seqused_q", sequence: 0, len: 6, max: 5 })
-        );
-        assert_eq!(
-            with(&[5, 6]),
-            Err(CpuError::Beyond { name: "seqused_q", index: 1, value: 6, limit: 5 })
-        );
+        assert_eq!(with(&[6, 4]), Err(CpuError::TooLong { name: "seqused_q", sequence: 0, len: 6, max: 5 }));
+        assert_eq!(with(&[5, 6]), Err(CpuError::Beyond { name: "seqused_q", index: 1, value: 6, limit: 5 }));
     }
 
     #[test]

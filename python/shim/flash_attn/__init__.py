@@ -17,7 +17,6 @@ from fa_attn import (
 __version__ = "2.8.3"
 
 
-
 def _refuse_another(*names):
     """Raises an ImportError where one of these is itself installed beside the distribution of these modules, whose
     files then are partly the one's and partly the other's."""

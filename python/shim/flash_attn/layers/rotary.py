@@ -36,7 +36,9 @@ def apply_rotary_emb(
     rotary_dim / 2). Row i of a sequence is rotated by the position `seqlen_offsets` + i."""
 
     def turn(x, conjugate, inplace=True):
-        return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace, conjugate)
+        return apply_rotary(
+            x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace, conjugate
+        )
 
     return _in_place(x, turn) if inplace else turn(x, False, inplace=False)
 

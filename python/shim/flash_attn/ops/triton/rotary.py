@@ -21,7 +21,9 @@ def _positions(x, seqlen_offsets, cu_seqlens):
 def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
     rank = 4 if cu_seqlens is None else 3
     if x.dim() != rank:
-        raise InputError(f"x has the shape {tuple(x.shape)}: it must have {rank} axes, 3 with cu_seqlens alone")
+        raise InputError(
+            f"x has the shape {tuple(x.shape)}: it must have {rank} axes, 3 with cu_seqlens alone"
+        )
     if cos.dim() != 2 or sin.shape != cos.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise InputError(
             f"cos and sin have the shapes {tuple(cos.shape)} and {tuple(sin.shape)}: both must be (positions, "
@@ -45,7 +47,15 @@ def _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen):
 
 
 def apply_rotary(
-    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
+    x,
+    cos,
+    sin,
+    seqlen_offsets=0,
+    cu_seqlens=None,
+    max_seqlen=None,
+    interleaved=False,
+    inplace=False,
+    conjugate=False,
 ):
     """x (batch, seqlen, heads, dim), or (total, heads, dim) with cu_seqlens; cos and sin (positions,
     rotary_dim / 2). Row i of a sequence is rotated by the position `seqlen_offsets` + i, and not at all where
