@@ -362,9 +362,7 @@ mod tests {
 
     #[test]
     fn the_bound_is_one_on_the_rows_in_use() {
-        let mut lengths = Lengths::packed(2, 12, 8, 5, 6);
-        lengths.q.used = true;
-        let packed = problem(lengths);
+        let packed = problem(Lengths::of(2, Side::packed(12, 5).with_used(), Side::packed(8, 6)));
         let with = |used: &[i32]| {
             let starts = (Some(&[0, 7, 12][..]), Some(&[0, 4, 8][..]));
             let extras = Extras { cu_seqlens_q: starts.0, cu_seqlens_k: starts.1, ..Extras::NONE };
