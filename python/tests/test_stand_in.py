@@ -228,6 +228,57 @@ def test_modules_without_weights():
     close(out[1:, :7], fa_attn.flash_attn_func(*qkv[1:, :7].unbind(2), causal=True), torch.float32)
 
 
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_layer_with_projections(flash, heads_kv):
+    """Its rows by definition; packed, and one by one on a cache, the same."""
+    from types import SimpleNamespace
+
+    from flash_attn.layers.rotary import apply_rotary_emb
+    from flash_attn.modules.mha import MHA
+
+    layer = MHA(64, 4, heads_kv, causal=True, rotary_emb_dim=8, layer_idx=3, use_flash_attn=flash)
+    assert {name.split(".")[0] for name in layer.state_dict()} == {"Wqkv", "out_proj"}
+    x = torch.randn(2, 9, 64, requires_grad=True)
+    q, k, v = layer.Wqkv(x).unflatten(-1, (4 + 2 * heads_kv, 16)).split([4, heads_kv, heads_kv], dim=2)
+    tables = layer.rotary_emb._of(9, x.device, x.dtype)[:2]
+    q, k = (apply_rotary_emb(t, *tables) for t in (q, k))
+    want = layer.out_proj(definition(q, k, v, causal=True).flatten(-2).float())
+    out = layer(x)
+    close(out, want, torch.float32)
+    grads = [torch.autograd.grad(y.square().sum(), (x, layer.Wqkv.weight)) for y in (out, want)]
+    for have, need in zip(*grads):
+        close(have, need, torch.float32, factor=10)
+    params = SimpleNamespace(max_seqlen=12, max_batch_size=2, seqlen_offset=0, batch_size_offset=0)
+    params.key_value_memory_dict, params.lengths_per_sample = {}, None
+    with torch.no_grad():
+        steps = [layer(x[:, :6], inference_params=params)]
+        for params.seqlen_offset in (6, 7, 8):
+            at = params.seqlen_offset
+            steps.append(layer(x[:, at : at + 1], inference_params=params))
+    assert params.key_value_memory_dict[3].shape == (2, 12, 2, heads_kv, 16)
+    close(torch.cat(steps, 1), want, torch.float32)
+    plain = MHA(64, 4, heads_kv, use_flash_attn=flash, return_residual=True, checkpointing=True)
+    whole, same = plain(x)
+    assert same is x
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    if flash:
+        packed, _ = plain(x.flatten(0, 1), cu_seqlens=starts, max_seqlen=9)
+        close(packed, whole.flatten(0, 1), torch.float32)
+    else:
+        seen = torch.arange(9) < torch.tensor([[9], [5]])
+        close(plain(x, key_padding_mask=seen)[0][1:, :5], plain(x[1:, :5])[0], torch.float32)
+    crossed = MHA(64, 4, heads_kv, cross_attn=True, use_flash_attn=flash)
+    y = torch.randn(2, 5, 64)
+    q, kv = crossed.Wq(x[:, :1]), crossed.Wkv(y).unflatten(-1, (2, heads_kv, 16))
+    want = definition(q.unflatten(-1, (4, 16)), *kv.unbind(2)).flatten(-2).float()
+    close(crossed(x, y, mixer_subset=slice(0, 1)), crossed.out_proj(want), torch.float32)
+    with pytest.raises(fa_attn.UnsupportedError, match="^dwconv"):
+        MHA(64, 4, dwconv=True)
+    with pytest.raises(fa_attn.InputError, match="use_flash_attn=True$"):
+        MHA(64, 4, window_size=(3, 0))
+
+
 def test_blocks_and_latents_of_the_fourth_generation():
     from types import SimpleNamespace
 

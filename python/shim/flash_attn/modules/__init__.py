@@ -1,1 +1,1 @@
-"""Stands in for flash_attn.modules: what computes attention alone, without weights."""
+"""Stands in for flash_attn.modules: of its modules those of attention."""
