@@ -29,12 +29,13 @@ class Padding:
     `first`, `used_k`, `used_q` int32 (batch,): the first key, the number of keys and of queries of each
     sequence whose keys follow one another; `first` is None where all are 0, `used_q` where all are in use.
     `holes`: whether keys of a sequence do not follow one another; a tensor in the host's memory where a graph
-    found it.
+    found it. `stays`: whether the keys must keep their places for a window to count them.
     """
 
-    def __init__(self, keys, queries, first, used_k, used_q, holes):
+    def __init__(self, keys, queries, first, used_k, used_q, holes, stays=False):
         self.keys, self.queries = keys, queries
         self.first, self.used_k, self.used_q, self.holes = first, used_k, used_q, holes
+        self.stays = stays
         self.starts = {}
 
     @classmethod
@@ -64,7 +65,7 @@ class Padding:
 
     def to(self, device):
         tensors = (self.keys, self.queries, self.first, self.used_k, self.used_q)
-        return Padding(*(None if x is None else x.to(device) for x in tensors), self.holes)
+        return Padding(*(None if x is None else x.to(device) for x in tensors), self.holes, self.stays)
 
     def starts_of(self, step, total):
         """The sequences' first rows among `total`, of which `step` lie from one sequence's to the next's."""
@@ -133,9 +134,7 @@ def packed_attention(q, k, v, packed, sinks, options):
         count, longest = packed.facts.tolist()
         starts = starts[: count + 1]
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    out = interface.flash_attn_varlen_func(
-        *flat, starts, starts, longest, longest, sinks=sinks, **options
-    )
+    out = interface.flash_attn_varlen_func(*flat, starts, starts, longest, longest, sinks=sinks, **options)
     return out.reshape(*q.shape[:2], *out.shape[1:])
 
 
@@ -268,19 +267,25 @@ def _wide(order, x):
     return order[:, :, None, None].expand(-1, -1, *x.shape[2:])
 
 
-def check_window(keys, window):
-    """Refuses padding between the tokens of a row that is longer than its window: without it the window would
-    reach keys that it does not count."""
+def gaps_of(keys, window):
+    """The rows of the batch with padding between their tokens that are longer than the window: without it the
+    window would reach keys that it does not count. None where there can be none."""
     widest = max(window) + 1
-    if widest <= 0 or keys.shape[1] <= widest or is_compiling():
-        return
+    if widest <= 0 or keys.shape[1] <= widest:
+        return None
     places = torch.arange(keys.shape[1], device=keys.device)
     length = torch.where(keys, places, -1).amax(1) - torch.where(keys, places, keys.shape[1]).amin(1) + 1
     gaps = (length > keys.sum(1)) & (length > widest)
-    if gaps.any():
+    return gaps.nonzero().flatten().tolist() or None
+
+
+def check_window(keys, window):
+    """Refuses such rows."""
+    gaps = None if is_compiling() else gaps_of(keys, window)
+    if gaps:
         raise _core.UnsupportedError(
-            f"padding between the tokens of row {int(gaps.nonzero()[0])} of the batch, in a sliding window "
-            f"of {widest}: move it to the row's left, or use attn_implementation='sdpa'"
+            f"padding between the tokens of row {gaps[0]} of the batch, in a sliding window of "
+            f"{max(window) + 1}: move it to the row's left, or use attn_implementation='sdpa'"
         )
 
 

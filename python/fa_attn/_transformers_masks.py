@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from ._core import UnsupportedError
 from ._programs import Program
-from ._torch_padding import Packed, Padding, check_window
+from ._torch_padding import Packed, Padding, gaps_of
 
 FAR = 1 << 40
 
@@ -458,7 +458,7 @@ def made_mask(band, batch, rows, keys, q_offset, kv_offset, attention_mask, devi
         mask.padding = Padding.of(seen, end, rows, mask.is_aligned)
         if mask.padding is not None:
             if mask.padding.holes is True:
-                check_window(mask.padding.keys, mask.window)
+                mask.padding.stays = gaps_of(mask.padding.keys, mask.window) is not None
             return mask
     if not is_full:
         mask.used = _lengths(end, batch, device)

@@ -134,7 +134,9 @@ def attention(
     else:
         made = made.attended(rows, keys, type(module).__name__)
     options = dict(softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0)
-    if bias is not None or isinstance(made, ProgramMask) or (dropout and cu_seq_lens_q is None):
+    stays = made.padding is not None and made.padding.stays
+    dense = bias is not None or isinstance(made, ProgramMask) or stays
+    if dense or (dropout and cu_seq_lens_q is None):
         if cu_seq_lens_q is not None:
             raise UnsupportedError("cu_seq_lens_q with a bias or a mask of one's own: leave it out")
         if dropout and _told(module, made, rows, keys, others.get("position_ids")) is not None:

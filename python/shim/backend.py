@@ -10,10 +10,22 @@ import zipfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 NAME, VERSION = "fa_attn_shim", "0.1.0"
-# The version of flash-attn whose functions these are; the local part keeps both apart.
-FLASH_ATTN = "2.8.3+fa"
+# The distributions that these stand in for, by the versions whose functions these are; the local part keeps both
+# apart. Of each the module by which it is imported, and what its files begin with.
+STOOD_IN_FOR = (
+    ("flash-attn", "2.8.3+fa", "flash_attn", ("flash_attn/", "flash_attn_2_cuda.py")),
+    (
+        "flash-attn-3",
+        "3.0.0+fa",
+        "flash_attn_interface\nflash_attn_3",
+        ("flash_attn_interface.py", "flash_attn_3/"),
+    ),
+    ("flash-attn-4", "4.0.0+fa", "flash_attn", ("flash_attn/cute/",)),
+)
 MODULES = (
     "flash_attn",
+    "flash_attn_2_cuda.py",
+    "flash_attn_3",
     "flash_attn_interface.py",
     "flash_attn_interface_2_7.py",
     "flash_attn_interface_2_8.py",
@@ -49,19 +61,22 @@ def record_line(name, data):
 
 
 def stand_in(files):
-    """The metadata by flash-attn's name. Its record has the package's files: who installs flash-attn itself
-    replaces them."""
-    folder = f"flash_attn-{FLASH_ATTN}.dist-info"
-    made = {
-        "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {FLASH_ATTN}\n"
-        "Summary: fa-attn-shim, which stands in for flash-attn\n",
-        "INSTALLER": "fa-attn-shim\n",
-        "top_level.txt": "flash_attn\n",
-    }
-    record = "".join(record_line(name, data) for name, data in files if name.startswith("flash_attn/"))
-    record += "".join(record_line(f"{folder}/{name}", text.encode()) for name, text in made.items())
-    made["RECORD"] = record + f"{folder}/RECORD,,\n"
-    return {f"{folder}/{name}": text.encode() for name, text in made.items()}
+    """The metadata by the names of what these stand in for. Their records have their files: who installs one of
+    them itself replaces these."""
+    held = {}
+    for name, version, modules, begins in STOOD_IN_FOR:
+        folder = f"{name.replace('-', '_')}-{version}.dist-info"
+        made = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            f"Summary: fa-attn-shim, which stands in for {name}\n",
+            "INSTALLER": "fa-attn-shim\n",
+            "top_level.txt": f"{modules}\n",
+        }
+        record = "".join(record_line(path, data) for path, data in files if path.startswith(begins))
+        record += "".join(record_line(f"{folder}/{path}", text.encode()) for path, text in made.items())
+        made["RECORD"] = record + f"{folder}/RECORD,,\n"
+        held.update({f"{folder}/{path}": text.encode() for path, text in made.items()})
+    return held
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -72,7 +87,9 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     held.update({f"{NAME}-{VERSION}.data/purelib/{name}": data for name, data in stand_in(files).items()})
     held[f"{info}/METADATA"] = metadata().encode()
     held[f"{info}/WHEEL"] = TAGS.encode()
-    held[f"{info}/top_level.txt"] = b"flash_attn\nflash_attn_interface\nflash_mla\n"
+    held[f"{info}/top_level.txt"] = (
+        b"flash_attn\nflash_attn_2_cuda\nflash_attn_3\nflash_attn_interface\nflash_mla\n"
+    )
     for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
         held[f"{info}/licenses/{licence}"] = (HERE / licence).read_bytes()
     record = "".join(record_line(name, data) for name, data in held.items()) + f"{info}/RECORD,,\n"

@@ -1,9 +1,16 @@
-"""Stands in for FlashAttention-3's module `flash_attn_interface`."""
+"""Stands in for FlashAttention-3's module `flash_attn_interface`.
+
+`dropout_p` and `s_aux` (sinks, as vLLM's build has them) are not among its arguments: transformers gives them to
+functions that have them, and computes without them where they are missing.
+"""
 
 import torch
+from flash_attn import _refuse_another
 
 import fa_attn
 from fa_attn import InputError, UnsupportedError
+
+_refuse_another("flash-attn-3")
 
 
 def _refuse(**given):
@@ -30,6 +37,9 @@ def flash_attn_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
+    *,
+    dropout_p=0.0,
+    s_aux=None,
 ):
     return fa_attn.flash_attn_func(
         q,
@@ -49,6 +59,8 @@ def flash_attn_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        dropout_p=dropout_p,
+        s_aux=s_aux,
     )
 
 
@@ -116,6 +128,9 @@ def flash_attn_varlen_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
+    *,
+    dropout_p=0.0,
+    s_aux=None,
 ):
     return fa_attn.flash_attn_varlen_func(
         q,
@@ -141,6 +156,8 @@ def flash_attn_varlen_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        dropout_p=dropout_p,
+        s_aux=s_aux,
     )
 
 
@@ -175,6 +192,8 @@ def flash_attn_with_kvcache(
     pack_gqa=None,
     sm_margin=0,
     return_softmax_lse=False,
+    *,
+    s_aux=None,
 ):
     return fa_attn.flash_attn_with_kvcache(
         q,
@@ -206,6 +225,7 @@ def flash_attn_with_kvcache(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        s_aux=s_aux,
         return_softmax_lse=return_softmax_lse,
     )
 

@@ -116,6 +116,234 @@ def test_rows_are_packed_and_put_back_with_gradients():
     assert (indices.tolist(), starts.tolist(), counts.tolist()) == ([0, 1, 2, 3], [0, 2, 4], [1, 2])
 
 
+def test_rows_are_put_back_at_indices_of_any_integers():
+    """transformers steps with int32 ones."""
+    from flash_attn.bert_padding import index_first_axis, index_put_first_axis
+
+    x = torch.randn(3, 2)
+    for dtype in (torch.int32, torch.int64):
+        at = torch.tensor([4, 0, 2], dtype=dtype)
+        placed = index_put_first_axis(x, at, 5)
+        assert torch.equal(placed[[4, 0, 2]], x) and torch.equal(placed[[1, 3]], torch.zeros(2, 2))
+        assert torch.equal(index_first_axis(placed, at), x)
+
+
+def test_the_extension_module_by_the_order_of_its_arguments():
+    """As xformers calls it, which has an autograd of its own."""
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 12, 2, 32), (2, 12, 2, 32))
+    want, want_lse = definition(q, k, v, causal=True, scale=0.3, return_lse=True)
+    x = [t.detach() for t in (q, k, v)]
+    tail = (True, -1, -1, 0.0)
+    room = torch.empty_like(x[0])
+    out, lse, _, state = flash_attn_gpu.fwd(*x, room, None, 0.0, 0.3, *tail, False, None)
+    assert out is room
+    close(out, want, torch.float32)
+    close(lse, want_lse, torch.float32)
+    dout = torch.randn_like(out)
+    dq = torch.empty_like(x[0])
+    args = (dq, None, None, None, 0.0, 0.3, *tail, False, None, state)
+    made = flash_attn_gpu.bwd(dout, *x, out, lse, *args)
+    assert made[0] is dq and made[3].shape == lse.shape
+    wanted = torch.autograd.grad(want, (q, k, v), dout.double())
+    for have, need in zip(made, wanted):
+        close(have, need, torch.float32, factor=10)
+    starts = [torch.arange(3, dtype=torch.int32) * n for n in (9, 12)]
+    flat = [t.flatten(0, 1) for t in x]
+    lengths = (9, 12, 0.0, 0.3, False)
+    packed = (None, *starts, None, None, None, None, *lengths, *tail, False, None)
+    flat_out, flat_lse, *_ = flash_attn_gpu.varlen_fwd(*flat, *packed)
+    assert torch.equal(flat_out, out.flatten(0, 1)) and flat_lse.shape == (4, 18)
+    args = (None, None, None, *starts, None, *lengths, *tail, False, None, state)
+    made = flash_attn_gpu.varlen_bwd(dout.flatten(0, 1), *flat, flat_out, flat_lse, *args)
+    for have, need in zip(made, wanted):
+        close(have, need.flatten(0, 1), torch.float32, factor=10)
+    # The bound of keys with room behind them is one on those in use.
+    used = torch.tensor([7, 5], dtype=torch.int32)
+    args = (None, *starts, used, None, None, None, 9, 7, 0.0, 0.3, False, False, -1, -1, 0.0, False, None)
+    flat_out, *_ = flash_attn_gpu.varlen_fwd(*flat, *args)
+    for i, count in enumerate(used):
+        need = definition(q[i : i + 1], k[i : i + 1, :count], v[i : i + 1, :count], scale=0.3)
+        close(flat_out[9 * i : 9 * i + 9], need[0], torch.float32)
+    step = torch.randn(2, 1, 2, 32)
+    caches = [t.clone() for t in x[1:]]
+    head = (used, None, None, None, None, None, None, None, 0.3, *tail, True, 0)
+    out, lse = flash_attn_gpu.fwd_kvcache(x[0][:, :1], *caches, step, step, *head)
+    assert torch.equal(caches[0][0, 7], step[0, 0]) and torch.equal(caches[1][1, 5], step[1, 0])
+    need = fa_attn.flash_attn_with_kvcache(x[0][:, :1], *caches, cache_seqlens=used + 1, softmax_scale=0.3)
+    close(out, need, torch.float32)
+    with pytest.raises(fa_attn.InputError, match="^generator"):
+        flash_attn_gpu.fwd(*x, None, None, 0.0, 0.3, *tail, False, torch.zeros(1))
+
+
+def test_sinks_and_dropout_of_the_third_generation():
+    """transformers leaves out what a function does not take."""
+    import flash_attn_interface
+
+    x = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32))
+    sinks = torch.randn(4)
+    want = fa_attn.flash_attn_func(*x, causal=True, sinks=sinks)
+    assert torch.equal(flash_attn_interface.flash_attn_func(*x, causal=True, s_aux=sinks), want)
+    starts = torch.arange(3, dtype=torch.int32) * 9
+    flat = [t.flatten(0, 1) for t in x]
+    have = flash_attn_interface.flash_attn_varlen_func(*flat, starts, starts, 9, 9, causal=True, s_aux=sinks)
+    close(have, want.flatten(0, 1), torch.float32)
+    used = torch.full((2,), 9, dtype=torch.int32)
+    options = dict(cache_seqlens=used, causal=True, s_aux=sinks)
+    close(flash_attn_interface.flash_attn_with_kvcache(*x, **options), want, torch.float32)
+    torch.manual_seed(3)
+    want = fa_attn.flash_attn_func(*x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(flash_attn_interface.flash_attn_func(*x, dropout_p=0.5), want)
+
+
+def test_modules_without_weights():
+    from flash_attn.modules import mha
+
+    assert mha.get_alibi_slopes(4) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    assert mha.get_alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    qkv = torch.randn(2, 9, 3, 4, 32)
+    q, k, v = qkv.unbind(2)
+    slopes = torch.tensor(mha.get_alibi_slopes(4))
+    module = mha.FlashSelfAttention(True, 0.2, 0.5, (3, 0), slopes, True)
+    want = fa_attn.flash_attn_func(
+        q, k, v, softmax_scale=0.2, causal=True, window_size=(3, 0), alibi_slopes=slopes
+    )
+    close(module.eval()(qkv), want, torch.float32)
+    assert not torch.equal(module.train()(qkv), want) and not module.state_dict()
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = module.eval()(qkv.flatten(0, 1), cu_seqlens=starts, max_seqlen=9)
+    close(flat, want.flatten(0, 1), torch.float32)
+    kv = torch.randn(2, 12, 2, 2, 32)
+    want = fa_attn.flash_attn_func(q, *kv.unbind(2), causal=True)
+    module = mha.FlashCrossAttention().eval()
+    close(module(q, kv, causal=True), want, torch.float32)
+    lengths = (starts, 9, torch.tensor([0, 12, 24], dtype=torch.int32), 12)
+    close(module(q.flatten(0, 1), kv.flatten(0, 1), True, *lengths), want.flatten(0, 1), torch.float32)
+    seen = torch.arange(12) < torch.tensor([[12], [7]])
+    out = mha.CrossAttention().eval()(q, kv, key_padding_mask=seen)
+    close(out[1:], fa_attn.flash_attn_func(q[1:], *kv[1:, :7].unbind(2)), torch.float32)
+    out = mha.SelfAttention(causal=True).eval()(qkv, key_padding_mask=seen[:, :9])
+    close(out[1:, :7], fa_attn.flash_attn_func(*qkv[1:, :7].unbind(2), causal=True), torch.float32)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_layer_with_projections(flash, heads_kv):
+    """Its rows by definition; packed, and one by one on a cache, the same."""
+    from types import SimpleNamespace
+
+    from flash_attn.layers.rotary import apply_rotary_emb
+    from flash_attn.modules.mha import MHA
+
+    layer = MHA(64, 4, heads_kv, causal=True, rotary_emb_dim=8, layer_idx=3, use_flash_attn=flash)
+    assert {name.split(".")[0] for name in layer.state_dict()} == {"Wqkv", "out_proj"}
+    x = torch.randn(2, 9, 64, requires_grad=True)
+    q, k, v = layer.Wqkv(x).unflatten(-1, (4 + 2 * heads_kv, 16)).split([4, heads_kv, heads_kv], dim=2)
+    tables = layer.rotary_emb._of(9, x.device, x.dtype)[:2]
+    q, k = (apply_rotary_emb(t, *tables) for t in (q, k))
+    want = layer.out_proj(definition(q, k, v, causal=True).flatten(-2).float())
+    out = layer(x)
+    close(out, want, torch.float32)
+    grads = [torch.autograd.grad(y.square().sum(), (x, layer.Wqkv.weight)) for y in (out, want)]
+    for have, need in zip(*grads):
+        close(have, need, torch.float32, factor=10)
+    params = SimpleNamespace(max_seqlen=12, max_batch_size=2, seqlen_offset=0, batch_size_offset=0)
+    params.key_value_memory_dict, params.lengths_per_sample = {}, None
+    with torch.no_grad():
+        steps = [layer(x[:, :6], inference_params=params)]
+        for params.seqlen_offset in (6, 7, 8):
+            at = params.seqlen_offset
+            steps.append(layer(x[:, at : at + 1], inference_params=params))
+    assert params.key_value_memory_dict[3].shape == (2, 12, 2, heads_kv, 16)
+    close(torch.cat(steps, 1), want, torch.float32)
+    plain = MHA(64, 4, heads_kv, use_flash_attn=flash, return_residual=True, checkpointing=True)
+    whole, same = plain(x)
+    assert same is x
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    if flash:
+        packed, _ = plain(x.flatten(0, 1), cu_seqlens=starts, max_seqlen=9)
+        close(packed, whole.flatten(0, 1), torch.float32)
+    else:
+        seen = torch.arange(9) < torch.tensor([[9], [5]])
+        close(plain(x, key_padding_mask=seen)[0][1:, :5], plain(x[1:, :5])[0], torch.float32)
+    crossed = MHA(64, 4, heads_kv, cross_attn=True, use_flash_attn=flash)
+    y = torch.randn(2, 5, 64)
+    q, kv = crossed.Wq(x[:, :1]), crossed.Wkv(y).unflatten(-1, (2, heads_kv, 16))
+    want = definition(q.unflatten(-1, (4, 16)), *kv.unbind(2)).flatten(-2).float()
+    close(crossed(x, y, mixer_subset=slice(0, 1)), crossed.out_proj(want), torch.float32)
+    with pytest.raises(fa_attn.UnsupportedError, match="^dwconv"):
+        MHA(64, 4, dwconv=True)
+    with pytest.raises(fa_attn.InputError, match="use_flash_attn=True$"):
+        MHA(64, 4, window_size=(3, 0))
+
+
+def test_blocks_and_latents_of_the_fourth_generation():
+    from types import SimpleNamespace
+
+    from flash_attn.cute import flash_attn_func
+
+    x = tensors("cpu", torch.float32, (2, 8, 4, 32), (2, 8, 2, 32), (2, 8, 2, 32))
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    at = torch.tensor([[[[0, 0], [0, 1]]]], dtype=torch.int32)
+    empty = dict(mask_block_cnt=None, mask_block_idx=None)
+    blocks = SimpleNamespace(full_block_cnt=counts, full_block_idx=at, block_size=(4, 4), **empty)
+    out, _ = flash_attn_func(*x, causal=True, block_sparse_tensors=blocks)
+    close(out, definition(*x, causal=True), torch.float32)
+    latents = torch.randn(2, 8, 1, 48)
+    q, qv = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 32)
+    k, v = latents[..., 32:], latents[..., :32]
+    out, _ = flash_attn_func(q, k, v, qv=qv)
+    close(out, fa_attn.flash_attn_func(q, k, v, qv=qv), torch.float32)
+    with pytest.raises(fa_attn.UnsupportedError, match="^score_mod"):
+        flash_attn_func(*x, score_mod=lambda *_: 0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_of_leaves_and_of_own_tables(interleaved):
+    from flash_attn.layers import rotary
+    from flash_attn.ops.triton.rotary import apply_rotary
+
+    angles = torch.randn(12, 8)
+    cos, sin = angles.cos(), angles.sin()
+    x = torch.randn(2, 7, 3, 32)
+    places = torch.tensor([[2, 0, 5, 1, 1, 9, 3], [1, 2, 3, 4, 5, 6, 7]])
+    turned = rotary.apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
+    for i in range(2):
+        for j, place in enumerate(places[i]):
+            row = x[i : i + 1, j : j + 1]
+            want = rotary.apply_rotary_emb(row, cos, sin, interleaved, seqlen_offsets=int(place))
+            assert torch.equal(turned[i, j], want[0, 0])
+    want = rotary.apply_rotary_emb(x, cos, sin, interleaved)
+    close(apply_rotary(want, cos, sin, interleaved=interleaved, conjugate=True), x, torch.float32)
+    # In place, also leaves, as theirs do.
+    for turn, shape, at in (
+        (lambda t: rotary.apply_rotary_emb(t, cos, sin, interleaved, inplace=True), (2, 7, 3, 32), ...),
+        (
+            lambda t: rotary.apply_rotary_emb_qkv_(t, cos, sin, interleaved=interleaved),
+            (2, 7, 3, 3, 32),
+            slice(0, 2),
+        ),
+        (lambda t: rotary.apply_rotary_emb_kv_(t, cos, sin, interleaved), (2, 7, 2, 3, 32), slice(0, 1)),
+    ):
+        leaf = torch.randn(shape, requires_grad=True)
+        before = leaf.detach().clone()
+        out = turn(leaf)
+        assert out.data_ptr() == leaf.data_ptr()
+        rows, made = ((t if at is ... else t[:, :, at].flatten(2, 3)) for t in (before, out))
+        assert torch.equal(made, rotary.apply_rotary_emb(rows, cos, sin, interleaved))
+        (grad,) = torch.autograd.grad(out, leaf, out.detach().clone())
+        close(grad, before, torch.float32)
+    with pytest.raises(
+        fa_attn.InputError, match="cos and sin have 12 positions: 7 rows from position 6 on need 13"
+    ):
+        rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=6)
+    # Positions of their own that tables do not have are not turned, as by their kernel.
+    out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=torch.tensor([0, 8]))
+    assert torch.equal(out[0], want[0]) and torch.equal(out[1, 4:], x[1, 4:])
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_turns_back(interleaved):
     from flash_attn.layers import rotary

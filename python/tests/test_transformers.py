@@ -129,20 +129,39 @@ def test_padding_in_the_windows_of_a_static_cache(name):
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
 def test_padding_between_tokens_and_windows(name):
-    """A window counts the padding in it: computed where it is as long as the row, else refused."""
+    """A window counts the padding in it, in a row that is longer than the window, too."""
     torch.manual_seed(0)
     tokens = torch.randint(2, 256, (2, 40))
     keys = torch.ones_like(tokens)
     keys[1, 5:9] = 0
+    # What follows padding is predicted by it.
+    labels = tokens.masked_fill((keys == 0) | (keys.roll(1, 1) == 0), -100)
+    for count in (24, 40):
+        found = []
+        for by in ("eager", NAME):
+            model = models.model_of(name, by, "cpu", torch.float32).eval()
+            given = dict(input_ids=tokens, attention_mask=keys, labels=labels)
+            out = model(**{name: x[:, :count] for name, x in given.items()})
+            out.loss.backward()
+            grads = torch.cat([x.grad.reshape(-1) for x in model.parameters() if x.grad is not None])
+            found.append((out.logits * keys[:, :count, None], grads))
+        (eager, wanted), (ours, grads) = found
+        assert (eager - ours).abs().max() < 1e-5
+        assert (wanted - grads).abs().max() < 1e-5 * max(1.0, wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+def test_assisted_generation_with_windows(name):
+    """Candidates that are not taken stay in the cache, hidden by the mask between the tokens."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (1, 30))
     found = []
     for by in ("eager", NAME):
         model = models.model_of(name, by, "cpu", torch.float32).eval()
-        with torch.no_grad():
-            found.append(model(input_ids=tokens[:, :24], attention_mask=keys[:, :24]).logits)
-    eager, ours = found
-    assert ((eager - ours).abs() * keys[:, :24, None]).max() < 1e-5
-    with pytest.raises(fa_attn.UnsupportedError, match="row 1 of the batch, in a sliding window of 24"):
-        model(input_ids=tokens, attention_mask=keys)
+        helper = models.model_of(name, by, "cpu", torch.float32, seed=1).eval()
+        options = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False)
+        found.append(model.generate(tokens, assistant_model=helper, **options))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])

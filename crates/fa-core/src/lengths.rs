@@ -34,7 +34,7 @@ pub enum SideRows {
     Packed {
         /// Rows of the tensor; rows behind `cu_seqlens[batch]` are never read or written.
         total: usize,
-        /// Upper bound on the rows of a sequence.
+        /// Upper bound on the rows in use of a sequence.
         max: usize,
     },
     /// `[pages, page, heads_kv, dim]`: a cache whose pages a table (i32 `[batch, ceil(max / page)]`) assigns
@@ -44,7 +44,7 @@ pub enum SideRows {
         page: usize,
         /// Pages of the cache.
         pages: usize,
-        /// Upper bound on the rows of a sequence.
+        /// Upper bound on the rows in use of a sequence.
         max: usize,
     },
 }

@@ -265,7 +265,7 @@ fn spans(
 ) -> Result<Vec<Span>, CpuError> {
     let [cu_name, used_name] = names.map(Extra::name);
     let mut spans: Vec<Span> = match (side.rows, cu) {
-        (SideRows::Packed { total, max }, Some(cu)) => {
+        (SideRows::Packed { total, .. }, Some(cu)) => {
             let beyond = |index, limit| CpuError::Beyond { name: cu_name, index, value: cu[index], limit };
             if cu[0] < 0 {
                 return Err(beyond(0, total));
@@ -279,9 +279,6 @@ fn spans(
                 }
                 if end > total {
                     return Err(beyond(index + 1, total));
-                }
-                if end - first > max {
-                    return Err(CpuError::TooLong { name: cu_name, sequence: index, len: end - first, max });
                 }
                 spans.push(Span { batch: 0, first, len: end - first });
             }
@@ -303,6 +300,12 @@ fn spans(
                 _ => return Err(CpuError::Beyond { name: used_name, index, value, limit: span.len }),
             }
         }
+    }
+    // The bound is one on the rows in use: starts may leave room for more.
+    let max = side.max();
+    if let Some((sequence, span)) = spans.iter().enumerate().find(|(_, span)| span.len > max) {
+        let name = if used.is_some() { used_name } else { cu_name };
+        return Err(CpuError::TooLong { name, sequence, len: span.len, max });
     }
     Ok(spans)
 }
@@ -355,6 +358,20 @@ mod tests {
             Batch::new(&packed, &Extras { sinks: Some(&[0.0; 2]), ..extras }).unwrap_err(),
             CpuError::Extra { name: "sinks", asked: false }
         );
+    }
+
+    #[test]
+    fn the_bound_is_one_on_the_rows_in_use() {
+        let packed = problem(Lengths::of(2, Side::packed(12, 5).with_used(), Side::packed(8, 6)));
+        let with = |used: &[i32]| {
+            let starts = (Some(&[0, 7, 12][..]), Some(&[0, 4, 8][..]));
+            let extras = Extras { cu_seqlens_q: starts.0, cu_seqlens_k: starts.1, ..Extras::NONE };
+            Batch::new(&packed, &Extras { seqused_q: Some(used), ..extras })
+                .map(|batch| batch.sequences.iter().map(|sequence| sequence.q.len).collect::<Vec<_>>())
+        };
+        assert_eq!(with(&[5, 4]), Ok(vec![5, 4]));
+        assert_eq!(with(&[6, 4]), Err(CpuError::TooLong { name: "seqused_q", sequence: 0, len: 6, max: 5 }));
+        assert_eq!(with(&[5, 6]), Err(CpuError::Beyond { name: "seqused_q", index: 1, value: 6, limit: 5 }));
     }
 
     #[test]

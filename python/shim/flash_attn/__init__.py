@@ -17,27 +17,23 @@ from fa_attn import (
 __version__ = "2.8.3"
 
 
-
-def _refuse_another():
-    """Raises an ImportError where flash-attn itself is installed beside the distribution of these modules, whose
+def _refuse_another(*names):
+    """Raises an ImportError where one of these is itself installed beside the distribution of these modules, whose
     files then are partly the one's and partly the other's."""
-    named = {"flash-attn": [], "fa-attn-shim": []}
-    for found in _distributions():
-        name = (found.metadata["Name"] or "").lower().replace("_", "-")
-        if name in named:
-            named[name].append(found)
-    if not named["fa-attn-shim"]:
+    found = [(x.metadata["Name"] or "", x.version) for x in _distributions()]
+    found = [(name.lower().replace("_", "-"), version) for name, version in found]
+    if not any(name == "fa-attn-shim" for name, _ in found):
         return
-    for found in named["flash-attn"]:
-        if not found.version.endswith("+fa"):
+    for name, version in found:
+        if name in names and not version.endswith("+fa"):
             raise ImportError(
-                f"flash-attn {found.version} and fa-attn-shim, which stands in for it, are both installed: "
-                "`pip uninstall fa-attn-shim` and reinstall flash-attn, or `pip uninstall flash-attn` and "
+                f"{name} {version} and fa-attn-shim, which stands in for it, are both installed: "
+                f"`pip uninstall fa-attn-shim` and reinstall {name}, or `pip uninstall {name}` and "
                 "reinstall fa-attn-shim"
             )
 
 
-_refuse_another()
+_refuse_another("flash-attn", "flash-attn-4")
 
 __all__ = [
     "flash_attn_func",

@@ -10,7 +10,8 @@ def index_first_axis(values, indices):
 
 def index_put_first_axis(values, indices, first_axis_dim):
     """The rows put at these indices of so many rows, 0 elsewhere."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    rows = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return rows.index_copy(0, indices.long(), values)
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):

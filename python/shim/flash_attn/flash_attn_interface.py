@@ -1,6 +1,7 @@
 """Stands in for flash_attn.flash_attn_interface; with it the functions below FlashAttention-2's own autograd,
 which ring attention and other parallel schemes call: forward and backward of a part of the keys."""
 
+import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
 import torch
 
 import fa_attn

@@ -1,4 +1,6 @@
-"""Stands in for flash_attn.cute.interface. Hints on its scheduler are left out."""
+"""Stands in for flash_attn.cute.interface. Hints on its scheduler are left out, and functions of scores and
+masks, which are CuTe's there, are refused: fa_attn takes its own. `block_sparse_tensors_bwd` follows from the
+forward's lists."""
 
 import fa_attn
 from fa_attn import UnsupportedError
@@ -43,20 +45,18 @@ def flash_attn_func(
 ):
     window = _options(
         window_size,
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
     out, lse = fa_attn.flash_attn_func(
         q,
         k,
         v,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window,
@@ -65,6 +65,7 @@ def flash_attn_func(
         sinks=learnable_sink,
         num_splits=num_splits if num_splits > 0 else 0,
         pack_gqa=pack_gqa,
+        block_sparse_tensors=block_sparse_tensors,
         return_softmax_lse=True,
     )
     return out, _given(lse, return_lse, q, k, v, learnable_sink)
@@ -111,7 +112,6 @@ def flash_attn_varlen_func(
     """`min_seqlen_k` and the scheduler's arguments are hints to theirs."""
     window = _options(
         window_size,
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -132,6 +132,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window,

@@ -1,0 +1,1 @@
+"""Stands in for flash_attn.modules: of its modules those of attention."""
