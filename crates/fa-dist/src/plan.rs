@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::block::{Block, block, packed_block};
 use crate::error::Error;
 use crate::program::{Buffer, Cell, Part, Shape};
+use crate::schemes::Parts;
 use crate::shard::{Layout, Shards};
 
 /// How ranks work together.
@@ -167,19 +168,19 @@ impl ShardPlan {
         let Mask { left, right, offset, .. } = self.problem.mask;
         match (lengths.is_uniform(), self.scheme, &self.starts) {
             (true, ..) | (false, Scheme::Ulysses, _) => {}
-            (false, Scheme::Gather, None) => {
+            (false, Scheme::Gather | Scheme::Ring, None) => {
                 let what = "packed sequences of unknown starts".to_owned();
                 return refuse(what, "use ShardPlan::packed, or ulysses");
             }
-            (false, Scheme::Gather, Some(_)) => {
+            (false, Scheme::Gather | Scheme::Ring, Some(_)) => {
                 if offset != 0 || !(right == Some(0) || (left, right) == (None, None)) {
                     // The diagonal of a part would end elsewhere in each sequence.
                     let what = format!("packed sequences under the mask {}", self.problem.mask);
                     return refuse(what, "use ulysses, or a causal or full mask");
                 }
             }
-            (false, Scheme::Ring | Scheme::Decode, _) => {
-                return refuse("packed sequences".to_owned(), "use gather or ulysses");
+            (false, Scheme::Decode, _) => {
+                return refuse("packed sequences".to_owned(), "use gather, ulysses or ring");
             }
         }
         let (score, types) = (self.problem.score, self.problem.types);
@@ -223,13 +224,10 @@ impl ShardPlan {
                 return refuse(what, "use gather or ring");
             }
         }
-        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) {
-            let windowed = left.is_some() || right.is_some_and(|right| right > 0);
-            let parts = if windowed { 4 * self.world } else { self.world };
-            if parts > fa_core::Merge::MAX_PARTS {
-                let what = format!("up to {parts} partial results");
-                return refuse(what, "use gather, or at most 16 ranks (4 with a window)");
-            }
+        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) && 4 * self.world > Parts::MOST {
+            // Each of a rank's two ranges of queries may see both of another rank's.
+            let what = format!("up to {} partial results", 4 * self.world);
+            return refuse(what, &format!("use gather, or at most {} ranks", Parts::MOST / 4));
         }
         Ok(())
     }
@@ -356,29 +354,27 @@ impl ShardPlan {
     pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
         match &self.starts {
             None => block(self.problem.mask, self.len(), rows, keys, self.tiles.1),
-            Some(starts) => packed_block(self.problem.mask, starts, rows, self.tiles.1),
+            Some(starts) => packed_block(self.problem.mask, starts, rows, keys, self.tiles.1),
         }
     }
 
-    /// The problem of a kernel's call.
+    /// The problem of a kernel's call between so many rows and keys, of packed sequences that begin at `starts`
+    /// among them.
     pub(crate) fn part(
         &self,
         (rows, keys): (usize, usize),
+        (mask, starts): (Mask, &Option<[Vec<i32>; 2]>),
         heads: &Range<usize>,
         kv_heads: usize,
-        mask: Mask,
     ) -> Part {
-        let lengths = Lengths::uniform(self.problem.lengths.sequences(), rows, keys);
-        self.part_of(lengths, None, heads, kv_heads, mask)
-    }
-
-    /// The problem of a kernel's call for a block.
-    pub(crate) fn block_part(&self, block: &Block, heads: &Range<usize>, kv_heads: usize) -> Part {
-        let (rows, keys) = (block.rows.len(), block.keys.len());
-        let Some(starts) = &block.starts else { return self.part((rows, keys), heads, kv_heads, block.mask) };
-        let [q, k] = starts.each_ref().map(|starts| longest(starts));
-        let lengths = Lengths::packed(starts[0].len() - 1, rows, keys, q, k);
-        self.part_of(lengths, Some(starts.clone()), heads, kv_heads, block.mask)
+        let lengths = match starts {
+            None => Lengths::uniform(check::q_shape(&self.problem)[0], rows, keys),
+            Some(starts) => {
+                let [q, k] = starts.each_ref().map(|starts| longest(starts));
+                Lengths::packed(starts[0].len() - 1, rows, keys, q, k)
+            }
+        };
+        self.part_of(lengths, starts.clone(), heads, kv_heads, mask)
     }
 
     /// The whole problem for some heads.

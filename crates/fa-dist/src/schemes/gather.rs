@@ -118,8 +118,8 @@ impl<'a> Gather<'a> {
                 nothing(builder, &all, &heads);
                 continue;
             };
-            let part = plan.block_part(&block, &heads, kv.len());
-            let Block { rows, keys, .. } = block;
+            let Block { rows, keys, mask, starts } = block;
+            let part = plan.part((rows.len(), keys.len()), (mask, &starts), &heads, kv.len());
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| nothing(builder, rows, &heads));
             let to = View::of(Buffer::Lse, &own, &heads);
@@ -227,10 +227,10 @@ impl Gather<'_> {
                 zero(builder, &all);
                 continue;
             };
-            let part = plan.block_part(&block, &heads, kv.len());
+            let Block { rows, keys, mask, starts } = block;
+            let part = plan.part((rows.len(), keys.len()), (mask, &starts), &heads, kv.len());
             let dsinks = returns.dsinks.as_ref();
             let dsinks = dsinks.map(|(parts, _)| Box::new(View::of(parts[number], &(0..1), &heads)));
-            let Block { rows, keys, .. } = block;
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| zero(builder, rows));
             let of = |buffer| View::of(buffer, &own, &heads);

@@ -335,7 +335,11 @@ fn ulysses_takes_packed_sequences() {
     let refused = ShardPlan::new(&latent, 2, Scheme::Decode, Layout::Contiguous).unwrap_err().to_string();
     assert!(refused.contains("does not compute latent problems"), "{refused}");
     for (scheme, part) in [
-        (Scheme::Ring, "ring over 2 ranks does not compute packed sequences: use gather or ulysses"),
+        (Scheme::Ring, "packed sequences of unknown starts: use ShardPlan::packed, or ulysses"),
+        (
+            Scheme::Decode,
+            "decode over 2 ranks does not compute packed sequences: use gather, ulysses or ring",
+        ),
         (Scheme::Gather, "packed sequences of unknown starts: use ShardPlan::packed, or ulysses"),
     ] {
         let refused = ShardPlan::new(&packed, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
@@ -362,13 +366,14 @@ fn packed_sequences_are_dealt_as_one() {
                 for (scheme, layout) in [
                     (Scheme::Gather, Layout::Zigzag),
                     (Scheme::Gather, Layout::Contiguous),
+                    (Scheme::Ring, Layout::Zigzag),
+                    (Scheme::Ring, Layout::Contiguous),
                     (Scheme::Ulysses, Layout::Contiguous),
                 ] {
                     for world in [1, 2, 3, 4] {
                         let is_refused = scheme == Scheme::Ulysses && world == 3
                             || problem.score.alibi.is_some()
-                                && mask == Mask::FULL
-                                && scheme == Scheme::Gather;
+                                && (scheme == Scheme::Ring || mask == Mask::FULL && scheme == Scheme::Gather);
                         match ShardPlan::packed(&problem, starts, world, scheme, layout) {
                             Ok(plan) => {
                                 assert!(!is_refused);
@@ -380,6 +385,24 @@ fn packed_sequences_are_dealt_as_one() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn more_parts_than_a_launch_merges_are_merged_in_groups() {
+    for (world, scheme, lengths, mask) in [
+        (7, Scheme::Ring, (90, 90), Mask::window(40, 30)),
+        (18, Scheme::Ring, (80, 80), Mask::CAUSAL),
+        (40, Scheme::Decode, (2, 300), Mask::CAUSAL),
+    ] {
+        let score = fa_core::ScoreMod::NONE.with_sinks(true);
+        let sinks = [0.5, 0.25, -0.125, 0.0625];
+        let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+        let problem = problem(1, lengths, (4, 2), mask).with_score(score);
+        let plan = ShardPlan::new(&problem, world, scheme, Layout::Zigzag).unwrap();
+        check_plan::<f32>(&plan, &extras, Order::Listed);
+        let refused = ShardPlan::new(&problem, 65, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(refused.contains("up to 260 partial results: use gather, or at most 64 ranks"), "{refused}");
     }
 }
 
@@ -397,7 +420,7 @@ fn packed_sequences_that_contradict_themselves_are_refused() {
     }
     let starts = [0, 5, 30, 41];
     assert!(plan(&square, &starts, Scheme::Gather).contains("packed queries and keys"));
-    assert!(plan(&packed, &starts, Scheme::Ring).contains("packed sequences: use gather or ulysses"));
+    assert!(plan(&packed, &starts, Scheme::Decode).contains("packed sequences: use gather, ulysses or ring"));
     let window = packed.with_mask(Mask::window(3, 3));
     assert!(plan(&window, &starts, Scheme::Gather).contains("use ulysses, or a causal or full mask"));
     let given = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };
@@ -431,9 +454,6 @@ fn slopes_and_sinks_go_with_their_heads() {
         let decode = ShardPlan::new(&decode, world, Scheme::Decode, Layout::Contiguous).unwrap();
         check_plan::<f32>(&decode, &extras, Order::Listed);
     }
-    let ring = ShardPlan::new(&sinks, 2, Scheme::Ring, Layout::Zigzag).unwrap();
-    let refused = ring.program(0, Pass::BACKWARD).unwrap_err().to_string();
-    assert!(refused.contains("gradients of sinks: use gather or ulysses"), "{refused}");
     let unseen = sinks.with_mask(Mask::CAUSAL.with_offset(-2));
     for scheme in [Scheme::Gather, Scheme::Ring] {
         let refused = ShardPlan::new(&unseen, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
