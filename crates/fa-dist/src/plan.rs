@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use fa_core::lengths::SideRows;
+use fa_core::program::{Interned, Var};
 use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, block, packed_block};
 use crate::error::Error;
+use crate::moved::moved;
 use crate::program::{Buffer, Cell, Part, Shape};
 use crate::schemes::Parts;
 use crate::shard::{Layout, Shards};
@@ -75,6 +77,8 @@ pub struct ShardPlan {
     keys: Shards,
     stages: usize,
     tiles: (usize, usize),
+    /// The program of parts.
+    program: Option<Interned>,
 }
 
 impl ShardPlan {
@@ -100,9 +104,15 @@ impl ShardPlan {
             keys: placeholder,
             stages: 1,
             tiles: TILE,
+            program: None,
         };
         plan.deal(layout);
         plan.check()?;
+        if let Some(program) = problem.score.program {
+            let found = moved(&program, plan.variables());
+            plan.program =
+                Some(found.map_err(|why| plan.refused(format!("its program: {why}"), "use one GPU"))?);
+        }
         Ok(plan)
     }
 
@@ -147,13 +157,24 @@ impl ShardPlan {
         self.keys = Shards::new(layout, world, keys, align);
     }
 
+    /// What a part's program sees otherwise than the part: those of the whole.
+    fn variables(&self) -> &'static [Var] {
+        match self.scheme {
+            Scheme::Gather => &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off],
+            Scheme::Ulysses => &[Var::H, Var::Hk],
+            Scheme::Ring | Scheme::Decode => &[],
+        }
+    }
+
+    fn refused(&self, what: String, instead: &str) -> Error {
+        let instead = instead.to_owned();
+        Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead }
+    }
+
     /// What the scheme computes.
     fn check(&self) -> Result<(), Error> {
         let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
-        let refuse = |what: String, instead: &str| {
-            let instead = instead.to_owned();
-            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
-        };
+        let refuse = |what: String, instead: &str| Err(self.refused(what, instead));
         if let SideRows::Paged { page, .. } = lengths.k().rows {
             return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
         }
@@ -187,13 +208,19 @@ impl ShardPlan {
         if types != Types::same(types.q) {
             return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
         }
-        if score.dropout.is_some() {
-            // Its bits depend on the query's, key's and head's numbers in the whole.
-            return refuse("dropout".to_owned(), "leave it out, or use one GPU");
-        }
         if score.program.is_some() {
-            // A rank would give it the queries and heads of its part.
-            return refuse("a program of masks or scores".to_owned(), "use one GPU, or fa's own masks");
+            let what = if score.dropout.is_some() { "dropout" } else { "a program of masks or scores" };
+            match (self.scheme, &self.starts) {
+                (Scheme::Ulysses, _) | (Scheme::Gather, None) => {}
+                // Rows are counted in each sequence.
+                (Scheme::Gather, Some(_)) => {
+                    return refuse(format!("{what}, of packed sequences"), "use ulysses");
+                }
+                // A call's rows may be two ranges of the sequence.
+                (Scheme::Ring | Scheme::Decode, _) => {
+                    return refuse(what.to_owned(), "use gather or ulysses");
+                }
+            }
         }
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {
@@ -271,8 +298,9 @@ impl ShardPlan {
     pub fn same_bits(&self) -> bool {
         match self.scheme {
             // Tiles of packed sequences begin elsewhere in each.
-            Scheme::Gather => self.starts.is_none(),
-            Scheme::Ulysses => true,
+            Scheme::Gather => self.starts.is_none() && self.program.is_none(),
+            // The program of a part is compiled by itself.
+            Scheme::Ulysses => self.program.is_none(),
             Scheme::Ring | Scheme::Decode => false,
         }
     }
@@ -339,10 +367,7 @@ impl ShardPlan {
 
     /// Whether a call may have these extras.
     pub(crate) fn check_extras(&self, starts: bool, dlse: bool) -> Result<(), Error> {
-        let refuse = |what: &str, instead: &str| {
-            let (what, instead) = (what.to_owned(), instead.to_owned());
-            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
-        };
+        let refuse = |what: &str, instead: &str| Err(self.refused(what.to_owned(), instead));
         match (starts && self.starts.is_some(), dlse) {
             (true, _) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
             (false, true) => refuse("the gradient of the LSE (dlse)", "leave it out"),
@@ -358,15 +383,17 @@ impl ShardPlan {
         }
     }
 
-    /// The problem of a kernel's call between so many rows and keys, of packed sequences that begin at `starts`
-    /// among them.
+    /// The problem of a kernel's call between rows and keys, of packed sequences that begin at `starts` among
+    /// them.
     pub(crate) fn part(
         &self,
-        (rows, keys): (usize, usize),
+        (rows, keys): (&Range<usize>, &Range<usize>),
         (mask, starts): (Mask, &Option<[Vec<i32>; 2]>),
         heads: &Range<usize>,
         kv_heads: usize,
     ) -> Part {
+        let first = (rows.start, keys.start);
+        let (rows, keys) = (rows.len(), keys.len());
         let lengths = match starts {
             None => Lengths::uniform(check::q_shape(&self.problem)[0], rows, keys),
             Some(starts) => {
@@ -374,18 +401,18 @@ impl ShardPlan {
                 Lengths::packed(starts[0].len() - 1, rows, keys, q, k)
             }
         };
-        self.part_of(lengths, starts.clone(), heads, kv_heads, mask)
+        self.part_of((lengths, first), starts.clone(), heads, kv_heads, mask)
     }
 
     /// The whole problem for some heads.
     pub(crate) fn heads_part(&self, heads: &Range<usize>, kv_heads: usize) -> Part {
         let starts = self.starts.clone().map(|starts| [starts.clone(), starts]);
-        self.part_of(self.problem.lengths, starts, heads, kv_heads, self.problem.mask)
+        self.part_of((self.problem.lengths, (0, 0)), starts, heads, kv_heads, self.problem.mask)
     }
 
     fn part_of(
         &self,
-        lengths: Lengths,
+        (lengths, (row, key)): (Lengths, (usize, usize)),
         starts: Option<[Vec<i32>; 2]>,
         heads: &Range<usize>,
         kv_heads: usize,
@@ -395,8 +422,21 @@ impl ShardPlan {
         let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
         // What is merged gets its sinks then.
         let sinks = problem.score.sinks && !matches!(self.scheme, Scheme::Ring | Scheme::Decode);
-        let problem = problem.with_score(problem.score.with_sinks(sinks));
-        Part { problem, heads: heads.clone(), starts }
+        let score = problem.score.with_sinks(sinks).with_program(self.program).with_dropout(None);
+        let (rows, keys) = self.len();
+        let number = |var: Var| match var {
+            Var::S | Var::B => 0,
+            Var::H => heads.start as i64,
+            Var::Hk => (heads.start / self.problem.group_size().max(1)) as i64,
+            Var::Q => row as i64,
+            Var::K => key as i64,
+            Var::Sq => rows as i64,
+            Var::Sk => keys as i64,
+            Var::Off => keys as i64 - rows as i64 + self.problem.mask.offset,
+        };
+        let places = self.variables().iter().filter(|_| self.program.is_some());
+        let places = places.map(|var| (*var, number(*var) as i32)).collect();
+        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
     }
 
     /// K/V heads that a rank of Ulysses computes.

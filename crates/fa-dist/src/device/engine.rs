@@ -13,6 +13,7 @@ use super::memory::driver;
 use super::prepared::{Kernel, Prepared};
 use super::rank::Rank;
 use crate::error::Error;
+use crate::moved;
 use crate::nccl::DevicePiece;
 use crate::program::{Buffer, Lane, Op, Part, Piece, Step, View};
 use crate::run::{Engine, Order, run};
@@ -114,6 +115,9 @@ impl DeviceEngine<'_> {
         let shift = 4 * part.heads.start as u64;
         extras.inputs.alibi_slopes = extras.inputs.alibi_slopes.map(|address| address + shift);
         extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
+        if let (Some(whole), Some(own)) = (self.prepared.whole, part.problem.score.program) {
+            extras.program = Some(moved::device((&whole, &own), &part.places, extras.program));
+        }
         extras
     }
 

@@ -25,7 +25,7 @@ pub(crate) struct Call {
 impl Call {
     /// Its problem.
     pub(crate) fn part(&self, plan: &ShardPlan, heads: &Range<usize>, kv_heads: usize) -> Part {
-        plan.part((self.rows.len(), self.keys.len()), (self.mask, &self.starts), heads, kv_heads)
+        plan.part((&self.rows, &self.keys), (self.mask, &self.starts), heads, kv_heads)
     }
 
     /// The same for some of its rows, of which each sees a key; of sequences that are not packed.

@@ -119,7 +119,7 @@ impl<'a> Gather<'a> {
                 continue;
             };
             let Block { rows, keys, mask, starts } = block;
-            let part = plan.part((rows.len(), keys.len()), (mask, &starts), &heads, kv.len());
+            let part = plan.part((&rows, &keys), (mask, &starts), &heads, kv.len());
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| nothing(builder, rows, &heads));
             let to = View::of(Buffer::Lse, &own, &heads);
@@ -228,7 +228,7 @@ impl Gather<'_> {
                 continue;
             };
             let Block { rows, keys, mask, starts } = block;
-            let part = plan.part((rows.len(), keys.len()), (mask, &starts), &heads, kv.len());
+            let part = plan.part((&rows, &keys), (mask, &starts), &heads, kv.len());
             let dsinks = returns.dsinks.as_ref();
             let dsinks = dsinks.map(|(parts, _)| Box::new(View::of(parts[number], &(0..1), &heads)));
             let own = placed.locals(&rows);

@@ -5,7 +5,7 @@ use std::thread;
 use fa_core::{Dtype, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::compare::compare;
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{Element, Extras, TensorMut, TensorRef, check, reference};
+use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef, check, reference};
 use fa_dist::{
     Error, HostAttention, Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan, Shards, Wire,
 };
@@ -83,12 +83,12 @@ fn has_gradients(plan: &ShardPlan) -> bool {
     plan.program(0, Pass::BACKWARD).is_ok()
 }
 
-pub(crate) fn rank<T: Wire + Default>(
+pub(crate) fn rank<'a, T: Wire + Default>(
     plan: &ShardPlan,
     transport: MemoryTransport,
     order: Order,
     inputs: &Inputs<T>,
-    extras: &Extras<'_>,
+    extras: impl Into<Arguments<'a>> + Copy,
 ) -> Result<Own<T>, Error> {
     let problem = plan.problem();
     let mut own = HostAttention::new(plan, transport)?.with_order(order);
@@ -121,13 +121,14 @@ pub(crate) fn rank<T: Wire + Default>(
 }
 
 /// Runs a plan on threads and puts the results together.
-pub(crate) fn run<T: Wire + Default>(
+pub(crate) fn run<'a, T: Wire + Default>(
     plan: &ShardPlan,
     options: &MemoryOptions,
     order: Order,
     inputs: &Inputs<T>,
-    extras: &Extras<'_>,
+    extras: impl Into<Arguments<'a>>,
 ) -> Results<T> {
+    let extras: Arguments<'_> = extras.into();
     let problem = plan.problem();
     let ranks =
         MemoryTransport::run(plan.world(), options, |transport| rank(plan, transport, order, inputs, extras));
@@ -163,7 +164,12 @@ pub(crate) fn run<T: Wire + Default>(
 }
 
 /// One process on the whole problem.
-fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extras<'_>) -> Results<T> {
+fn alone<'a, T: Wire + Default>(
+    problem: &Problem,
+    inputs: &Inputs<T>,
+    extras: impl Into<Arguments<'a>>,
+) -> Results<T> {
+    let extras: Arguments<'_> = extras.into();
     let shapes = [
         check::q_shape(problem),
         check::k_shape(problem),
@@ -186,12 +192,18 @@ fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extr
 }
 
 /// Ranks are as near to the oracle as one process is: within the tolerance of one kernel.
-fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: Order) -> Results<T> {
+fn check_plan<'a, T: Wire + Default>(
+    plan: &ShardPlan,
+    given: impl Into<Arguments<'a>>,
+    order: Order,
+) -> Results<T> {
+    let given = given.into();
     let problem = plan.problem();
     let inputs = inputs::<T>(problem);
     // What the plan knows no call gives.
-    let starts = if plan.starts().is_some() { None } else { extras.cu_seqlens_q };
-    let of_ranks = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..*extras };
+    let starts = if plan.starts().is_some() { None } else { given.extras.cu_seqlens_q };
+    let extras = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..given.extras };
+    let of_ranks = Arguments { extras, ..given };
     let found = run(plan, &MemoryOptions::default(), order, &inputs, &of_ranks);
     let shapes = [
         check::q_shape(problem),
@@ -200,9 +212,9 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
         check::out_shape(problem),
     ];
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&inputs.0[i], shapes[i]));
-    let exact = reference::forward_extras(problem, extras, &q, &k, &v).unwrap();
+    let exact = reference::forward_extras(problem, given, &q, &k, &v).unwrap();
     let dtype = problem.types.q;
-    let one = alone(problem, &inputs, extras);
+    let one = alone(problem, &inputs, given);
     let name = format!("{} {:?} {}", plan.scheme().name(), plan.queries().layout(), problem.mask);
     let judge = |what: &str, shape: [usize; 4], own: &[T], exact: &[f64], alone: &[T]| {
         if own.is_empty() {
@@ -217,7 +229,7 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
         assert!(near, "{name}: LSE {own} is not {exact}");
     }
     if has_gradients(plan) {
-        let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
+        let exact = reference::backward_extras(problem, given, &q, &k, &v, &dout).unwrap();
         for (own, exact) in found.dsinks.iter().zip(&exact.dsinks) {
             let near = (f64::from(*own) - exact).abs() < 1e-4 * (1.0 + exact.abs());
             assert!(near, "{name}: dsinks {own} is not {exact}");
@@ -460,16 +472,74 @@ fn slopes_and_sinks_go_with_their_heads() {
         assert!(refused.contains("sinks where queries see no key: use ulysses"), "{refused}");
     }
     plans(&unseen, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
-    let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap();
-    let dropped = square.with_score(dropped.of(square.score).unwrap());
-    let refused = ShardPlan::new(&dropped, 2, Scheme::Gather, Layout::Zigzag).unwrap_err().to_string();
-    assert!(refused.contains("dropout: leave it out, or use one GPU"), "{refused}");
-    let program = fa_core::program::Program::parse("mask = (q - k) % 4 == 0;").unwrap().intern().unwrap();
-    let own = square.with_score(square.score.with_program(Some(program)));
-    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
-        let refused = ShardPlan::new(&own, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
-        assert!(refused.contains("a program of masks or scores: use one GPU"), "{refused}");
+}
+
+#[test]
+fn programs_see_the_numbers_of_the_whole() {
+    let texts = [
+        "mask = (q - k) % 3 == 0;",
+        "array slope: f32[_]; scalar c: f32; score = s - slope[h] * f32(q + off - k) + c * f32(hk * k);",
+        "array bias: f32[_, _, _, _]; score = s + bias[b, h, q, k];",
+        "scalar w: i32; let d = q + off - k; mask = 0 <= d < w; score = s + 0.01 * f32(sk - sq + q);",
+    ];
+    for text in texts {
+        let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+        for (lengths, heads, mask) in [
+            ((40, 40), (4, 2), Mask::FULL),
+            ((40, 40), (4, 4), Mask::CAUSAL),
+            ((24, 33), (4, 2), Mask::causal_window(9)),
+        ] {
+            let plain = problem(2, lengths, heads, mask);
+            let score = plain.score.with_program(Some(program));
+            let dropout = fa_core::Dropout::new(0.3, 7, 11).unwrap();
+            for score in [score, dropout.of(score).unwrap(), dropout.of(plain.score).unwrap()] {
+                let problem = plain.with_score(score);
+                let drawn = fa_core::program::OwnedInputs::drawn(&problem, 5).unwrap();
+                let inputs = drawn.view(&score.program.unwrap()).unwrap();
+                let given = Arguments { program: Some(&inputs), ..Arguments::default() };
+                for world in [1, 2, 3, 4] {
+                    let all = plans(&problem, world);
+                    assert!(all.iter().any(|plan| plan.scheme() == Scheme::Gather));
+                    assert!(all.iter().all(|plan| plan.scheme() != Scheme::Ring && !plan.same_bits()));
+                    for plan in all {
+                        check_plan::<f32>(&plan.with_tiles(8, 8), given, Order::Listed);
+                    }
+                }
+            }
+        }
     }
+}
+
+#[test]
+fn programs_that_ranks_do_not_compute_are_refused() {
+    let square = problem(1, (40, 40), (4, 2), Mask::CAUSAL);
+    let of = |text: &str| {
+        let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+        square.with_score(square.score.with_program(Some(program)))
+    };
+    let own = of("mask = (q - k) % 4 == 0;");
+    let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap().of(square.score).unwrap();
+    let lengths = Lengths::packed(2, 40, 40, 20, 20);
+    let refused = |problem: &Problem, scheme| {
+        ShardPlan::new(problem, 2, scheme, Layout::Zigzag).unwrap_err().to_string()
+    };
+    assert!(refused(&own, Scheme::Ring).contains("a program of masks or scores: use gather or ulysses"));
+    assert!(refused(&square.with_score(dropped), Scheme::Ring).contains("dropout: use gather or ulysses"));
+    let packed = own.with_lengths(lengths);
+    let plan = ShardPlan::packed(&packed, &[0, 20, 40], 2, Scheme::Gather, Layout::Zigzag);
+    let refused = plan.unwrap_err().to_string();
+    assert!(refused.contains("a program of masks or scores, of packed sequences: use ulysses"), "{refused}");
+    let learned = of("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];");
+    let plan = ShardPlan::new(&learned, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+    let refused = plan.program(0, Pass::BACKWARD).unwrap_err().to_string();
+    assert!(refused.contains("the gradient of the array bias of a program: declare it"), "{refused}");
+    // What does not fit the program of the whole is said of that, not of a part's.
+    let plan =
+        ShardPlan::new(&of("scalar c: f32; score = s + c;"), 1, Scheme::Gather, Layout::Zigzag).unwrap();
+    let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+    let inputs = inputs::<f32>(&square);
+    let refused = rank(&plan, alone, Order::Listed, &inputs, &Extras::NONE).unwrap_err().to_string();
+    assert!(refused.contains("1") && !refused.contains("fa_part"), "{refused}");
 }
 
 #[test]
