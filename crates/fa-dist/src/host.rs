@@ -277,7 +277,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 tiled::forward_extras(
                     tiled::Options::default(),
                     &part.problem,
-                    &arguments,
+                    arguments,
                     &q,
                     &k,
                     &v,
@@ -287,12 +287,14 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 memory.write(out, &values);
                 memory.lse_mut(lse).copy_from_slice(&own);
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks, dlse } => {
                 let inputs = [q, k, v, out, dout].map(|view| (memory.shape(view), memory.read(view)));
                 let view = |i: usize| packed("input", &inputs[i].1, inputs[i].0);
                 let own = memory.lse(lse).to_vec();
+                let own_dlse = dlse.as_ref().map(|view| memory.lse(view).to_vec());
                 let program = part_program(self.program, part, &self.given)?;
                 let extras = part_extras(&self.given.extras, part);
+                let extras = Extras { dlse: own_dlse.as_deref(), ..extras };
                 let arguments = Arguments { extras, program: program.as_ref(), ..Arguments::default() };
                 let given = BackwardInputs {
                     q: view(0)?,
@@ -309,7 +311,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 tiled::backward_extras(
                     tiled::Options::default(),
                     &part.problem,
-                    &arguments,
+                    arguments,
                     &given,
                     &mut packed_mut("dq", dq, shapes[0])?,
                     &mut packed_mut("dk", dk, shapes[1])?,
@@ -465,7 +467,7 @@ impl<X: HostTransport> HostAttention<X> {
         let given = [("q", Buffer::Q, q.shape()), ("k", Buffer::K, k.shape()), ("v", Buffer::V, v.shape())];
         self.check(&given)?;
         self.check(&[("out", Buffer::Out, out.shape())])?;
-        self.check_lse(lse.len())?;
+        self.check_lse("lse", lse.len())?;
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
             (Buffer::K, Slot::Read(k)),
@@ -473,7 +475,7 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Out, Slot::Write(out.reborrow())),
             (Buffer::Lse, Slot::WriteF32(lse)),
         ];
-        self.run(&program, slots, extras.into())
+        self.run((&program, false), slots, extras.into())
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
@@ -509,7 +511,7 @@ impl<X: HostTransport> HostAttention<X> {
             ("dk", Buffer::Dk, dk.shape()),
             ("dv", Buffer::Dv, dv.shape()),
         ])?;
-        self.check_lse(lse.len())?;
+        self.check_lse("lse", lse.len())?;
         let dsinks = dsinks.map_or_else(|| Slot::OwnF32(vec![0.0; heads]), Slot::WriteF32);
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
@@ -523,17 +525,22 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Dv, Slot::Write(dv.reborrow())),
         ];
         let dsinks = has_sinks.then_some((Buffer::Dsinks, dsinks));
-        let slots = slots.into_iter().chain(dsinks).collect();
-        self.run(&program, slots, extras.into())
+        let given: Arguments<'_> = extras.into();
+        let dlse = given.extras.dlse.map(|dlse| (Buffer::Dlse, Slot::ReadF32(dlse)));
+        if let Some(dlse) = given.extras.dlse {
+            self.check_lse("dlse", dlse.len())?;
+        }
+        let slots = slots.into_iter().chain(dsinks).chain(dlse).collect();
+        self.run((&program, true), slots, given)
     }
     fn run<'a, T: Wire>(
         &'a mut self,
-        program: &Program,
+        (program, is_backward): (&Program, bool),
         slots: Vec<(Buffer, Slot<'a, T>)>,
         given: Arguments<'a>,
     ) -> Result<(), Error> {
         let starts = given.extras.cu_seqlens_q.is_some() || given.extras.cu_seqlens_k.is_some();
-        self.plan.check_extras(starts, given.extras.dlse.is_some())?;
+        self.plan.check_extras(starts, given.extras.dlse.is_some(), is_backward)?;
         let memory = HostMemory::new(program, slots);
         let program_of_all = self.plan.problem().score.program;
         let transport = &mut self.transport;
@@ -553,12 +560,12 @@ impl<X: HostTransport> HostAttention<X> {
         Ok(())
     }
 
-    fn check_lse(&self, got: usize) -> Result<(), Error> {
+    fn check_lse(&self, tensor: &'static str, got: usize) -> Result<(), Error> {
         let need = self.plan.shape(self.rank, Buffer::Lse).elements();
         if got == need {
             return Ok(());
         }
         let (got, need) = (format!("{got} elements"), format!("{need}"));
-        Err(Error::Tensor { tensor: "lse", got, need })
+        Err(Error::Tensor { tensor, got, need })
     }
 }

@@ -79,6 +79,8 @@ pub struct ShardPlan {
     tiles: (usize, usize),
     /// The program of parts.
     program: Option<Interned>,
+    /// Whether backwards take the gradient of the LSE.
+    has_dlse: bool,
 }
 
 impl ShardPlan {
@@ -105,6 +107,7 @@ impl ShardPlan {
             stages: 1,
             tiles: TILE,
             program: None,
+            has_dlse: false,
         };
         plan.deal(layout);
         plan.check()?;
@@ -134,6 +137,11 @@ impl ShardPlan {
         Ok(self)
     }
 
+    /// The same plan whose backwards take the gradient of the LSE (`dlse`) of the rank's rows, too.
+    pub fn with_dlse(self, has_dlse: bool) -> ShardPlan {
+        ShardPlan { has_dlse, ..self }
+    }
+
     /// The same plan with shards that begin at multiples of `rows`, and keys of a window at multiples of
     /// `keys`: the tiles of the kernel, for bits equal to those of one GPU.
     pub fn with_tiles(mut self, rows: usize, keys: usize) -> ShardPlan {
@@ -154,7 +162,16 @@ impl ShardPlan {
         } else {
             Shards::new(layout, world, queries, align)
         };
-        self.keys = Shards::new(layout, world, keys, align);
+        self.keys = match self.is_cache() {
+            // Of each rank.
+            true => Shards::new(Layout::Contiguous, world, keys * world, 1),
+            false => Shards::new(layout, world, keys, align),
+        };
+    }
+
+    /// Whether each rank's keys are a cache of its own, in pages or with lengths in use: of a decode.
+    pub(crate) fn is_cache(&self) -> bool {
+        self.scheme == Scheme::Decode && self.problem.lengths.k().used
     }
 
     /// What a part's program sees otherwise than the part: those of the whole.
@@ -175,19 +192,33 @@ impl ShardPlan {
     fn check(&self) -> Result<(), Error> {
         let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
         let refuse = |what: String, instead: &str| Err(self.refused(what, instead));
-        if let SideRows::Paged { page, .. } = lengths.k().rows {
-            return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
+        if let (SideRows::Paged { page, .. }, false) = (lengths.k().rows, self.is_cache()) {
+            return refuse(
+                format!("keys in pages of {page} rows"),
+                "use decode, or pack or pad the keys of each rank",
+            );
         }
         if self.problem.latent {
             let instead = "split the heads between ranks, each of which holds all latents, or their keys, \
                            with a call on each rank and a merge by LSE";
             return refuse("latent problems, whose keys begin with their values".to_owned(), instead);
         }
-        if lengths.q().used || lengths.k().used {
+        if lengths.q().used || lengths.k().used && !self.is_cache() {
             return refuse("lengths in use".to_owned(), "pack the sequences, or leave the lengths out");
         }
         let Mask { left, right, offset, .. } = self.problem.mask;
-        match (lengths.is_uniform(), self.scheme, &self.starts) {
+        let is_whole = (left, right) == (None, None)
+            || (left, right, offset) == (None, Some(0), 0) && lengths.max_q() == 1;
+        if self.is_cache() && !is_whole {
+            // The last keys of a sequence are on any rank.
+            let what = format!("{} queries under the mask {} on caches", lengths.max_q(), self.problem.mask);
+            return refuse(what, "decode one query at a time, or give a full mask");
+        }
+        let is_uniform = match self.is_cache() {
+            true => !lengths.q().is_packed() && !lengths.k().is_packed(),
+            false => lengths.is_uniform(),
+        };
+        match (is_uniform, self.scheme, &self.starts) {
             (true, ..) | (false, Scheme::Ulysses, _) => {}
             (false, Scheme::Gather | Scheme::Ring, None) => {
                 let what = "packed sequences of unknown starts".to_owned();
@@ -237,7 +268,8 @@ impl ShardPlan {
         }
         let (rows, keys) = self.len();
         let seeing = || self.block(0..rows, 0..keys).map_or(0, |block| block.rows.len());
-        if score.sinks && self.scheme != Scheme::Ulysses && self.starts.is_none() && seeing() < rows {
+        let is_counted = self.scheme != Scheme::Ulysses && self.starts.is_none() && !self.is_cache();
+        if score.sinks && is_counted && seeing() < rows {
             // Their LSE is the sink.
             return refuse("sinks where queries see no key".to_owned(), "use ulysses");
         }
@@ -309,7 +341,7 @@ impl ShardPlan {
     pub fn descriptor(&self) -> String {
         let problem = &self.problem;
         format!(
-            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?}",
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?} dlse {}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),
@@ -326,6 +358,7 @@ impl ShardPlan {
             problem.mask,
             problem.softmax_scale,
             problem.score,
+            self.has_dlse,
         )
     }
 
@@ -337,12 +370,18 @@ impl ShardPlan {
         let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let own =
             |rows, heads, dim| Shape { batch, rows, heads, dim, cell: Cell::Own, order: TensorLayout::Bshd };
+        if let (true, Buffer::K | Buffer::V) = (self.is_cache(), buffer) {
+            let dim = if buffer == Buffer::K { head_dim } else { head_dim_v };
+            return Shape { batch: check::k_shape(&self.problem)[0], ..own(keys, heads_kv, dim) };
+        }
         match buffer {
             Buffer::Q | Buffer::Dq => own(queries, heads_q, head_dim),
             Buffer::K | Buffer::Dk => own(keys, heads_kv, head_dim),
             Buffer::V | Buffer::Dv => own(keys, heads_kv, head_dim_v),
             Buffer::Out | Buffer::Dout => own(queries, heads_q, head_dim_v),
-            Buffer::Lse => Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) },
+            Buffer::Lse | Buffer::Dlse => {
+                Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) }
+            }
             Buffer::Dsinks => {
                 Shape { batch: 1, cell: Cell::F32, order: TensorLayout::Bhsd, ..own(1, heads_q, 1) }
             }
@@ -356,8 +395,15 @@ impl ShardPlan {
         let gradients = [Buffer::Dout, Buffer::Dq, Buffer::Dk, Buffer::Dv];
         let sinks = [Buffer::Dsinks];
         let sinks = sinks.iter().filter(|_| self.problem.score.sinks);
-        let gradients = gradients.iter().chain(sinks).filter(|_| backward);
+        let dlse = [Buffer::Dlse];
+        let dlse = dlse.iter().filter(|_| self.has_dlse);
+        let gradients = gradients.iter().chain(sinks).chain(dlse).filter(|_| backward);
         forward.iter().chain(gradients).map(|&buffer| (buffer, self.shape(rank, buffer))).collect()
+    }
+
+    /// Whether backwards take the gradient of the LSE.
+    pub(crate) fn has_dlse(&self) -> bool {
+        self.has_dlse
     }
 
     /// Lengths of the whole sequence: queries and keys.
@@ -366,12 +412,19 @@ impl ShardPlan {
     }
 
     /// Whether a call may have these extras.
-    pub(crate) fn check_extras(&self, starts: bool, dlse: bool) -> Result<(), Error> {
+    pub(crate) fn check_extras(&self, starts: bool, dlse: bool, is_backward: bool) -> Result<(), Error> {
         let refuse = |what: &str, instead: &str| Err(self.refused(what.to_owned(), instead));
-        match (starts && self.starts.is_some(), dlse) {
-            (true, _) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
-            (false, true) => refuse("the gradient of the LSE (dlse)", "leave it out"),
-            (false, false) => Ok(()),
+        let wants_dlse = self.has_dlse && is_backward;
+        match (starts && self.starts.is_some(), dlse, wants_dlse) {
+            (true, ..) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
+            (false, true, false) => refuse(
+                "the gradient of the LSE (dlse) in this call",
+                "use ShardPlan::with_dlse, by which backwards take it",
+            ),
+            (false, false, true) => {
+                refuse("a backward without dlse", "give it, or leave ShardPlan::with_dlse out")
+            }
+            (false, true, true) | (false, false, false) => Ok(()),
         }
     }
 
@@ -402,6 +455,12 @@ impl ShardPlan {
             }
         };
         self.part_of((lengths, first), starts.clone(), heads, kv_heads, mask)
+    }
+
+    /// The problem of a rank's call on its cache.
+    pub(crate) fn cache_part(&self) -> Part {
+        let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
+        self.part_of((lengths, (0, 0)), None, &(0..heads_q), heads_kv, Mask::FULL)
     }
 
     /// The whole problem for some heads.

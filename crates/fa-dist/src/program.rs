@@ -24,6 +24,8 @@ pub enum Buffer {
     Lse,
     /// Gradient of O.
     Dout,
+    /// Gradient of the LSE.
+    Dlse,
     /// Gradient of Q.
     Dq,
     /// Gradient of K.
@@ -117,6 +119,8 @@ pub struct Part {
 }
 
 /// One thing that a rank does.
+// Of a program's hundred steps half are backwards.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
     /// Adds up in f32, in the order given, and rounds once; without parts it writes zeros. One part is a
@@ -157,6 +161,8 @@ pub enum Op {
         outputs: [View; 3],
         /// The gradient of its heads' sinks over its rows.
         dsinks: Option<Box<View>>,
+        /// The gradient of the LSE, packed, where it has one.
+        dlse: Option<Box<View>>,
     },
     /// Combines O and LSE over different keys.
     Merge {
@@ -186,7 +192,7 @@ impl Op {
             Op::Sum { parts, .. } => parts.iter().collect(),
             Op::Nothing { .. } => Vec::new(),
             Op::Forward { q, k, v, .. } => vec![q, k, v],
-            Op::Backward { inputs, .. } => inputs.iter().collect(),
+            Op::Backward { inputs, dlse, .. } => inputs.iter().chain(dlse.as_deref()).collect(),
             Op::Merge { parts, .. } => parts.iter().flatten().collect(),
             Op::Exchange { sends, .. } => sends.iter().map(|(_, view)| view).collect(),
         }
@@ -267,6 +273,7 @@ impl Program {
             | Buffer::Out
             | Buffer::Lse
             | Buffer::Dout
+            | Buffer::Dlse
             | Buffer::Dq
             | Buffer::Dk
             | Buffer::Dv

@@ -29,6 +29,7 @@ pub(super) struct Given {
     pub(super) dout: Option<RawTensor>,
     pub(super) gradients: [Option<RawTensor>; 3],
     pub(super) dsinks: u64,
+    pub(super) dlse: u64,
     pub(super) extras: RawExtras,
 }
 
@@ -82,6 +83,7 @@ impl DeviceEngine<'_> {
             Buffer::Out => self.given.out,
             Buffer::Lse => Some(own(self.given.lse)),
             Buffer::Dout => self.given.dout,
+            Buffer::Dlse => Some(own(self.given.dlse)),
             Buffer::Dq => self.given.gradients[0],
             Buffer::Dk => self.given.gradients[1],
             Buffer::Dv => self.given.gradients[2],
@@ -240,13 +242,14 @@ impl Engine for DeviceEngine<'_> {
                 // SAFETY: as for sums; the workspace is zero, and all that uses it is in this queue.
                 Ok(unsafe { forward.run_raw(stream, &args) }?)
             }
-            (Op::Backward { part, inputs, outputs, dsinks }, Kernel::Attention(bound)) => {
+            (Op::Backward { part, inputs, outputs, dsinks, dlse }, Kernel::Attention(bound)) => {
                 let Bound::Backward(backward) = bound.as_ref() else { return Ok(()) };
                 let [q, k, v, out, lse, dout] = inputs.each_ref().map(|view| self.raw(view));
                 let [dq, dk, dv] = outputs.each_ref().map(|view| self.raw(view));
                 let lse = lse.address;
                 let dsinks = dsinks.as_ref().map(|view| self.raw(view).address);
-                let extras = RawExtras { dsinks, ..self.extras(number, part) };
+                let mut extras = RawExtras { dsinks, ..self.extras(number, part) };
+                extras.inputs.dlse = dlse.as_ref().map(|view| self.raw(view).address);
                 let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
                 // SAFETY: as for sums.
                 Ok(unsafe { backward.run_raw(stream, &args) }?)

@@ -19,7 +19,19 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     let placed = [Placed { local: 0, range: rows.clone() }];
     let [out_shape, lse_shape] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.shape(buffer));
     let mut parts: Vec<Vec<[View; 2]>> = vec![Vec::new(); plan.world()];
-    for (owner, parts) in parts.iter_mut().enumerate() {
+    for (owner, parts) in parts.iter_mut().enumerate().filter(|_| plan.is_cache() && !rows.is_empty()) {
+        let [out, lse] = [out_shape, lse_shape].map(|shape| {
+            let buffer = builder.scratch(shape);
+            builder.whole(buffer)
+        });
+        parts.push([out.clone(), lse.clone()]);
+        if owner == rank {
+            let [q, k, v] = [Buffer::Q, Buffer::K, Buffer::V].map(|buffer| builder.whole(buffer));
+            let part = plan.cache_part();
+            builder.push(Lane::Compute, Op::Forward { part, q, k, v, out, lse });
+        }
+    }
+    for (owner, parts) in parts.iter_mut().enumerate().filter(|_| !plan.is_cache()) {
         for call in calls(plan, &placed, owner) {
             let (own, keys) = (&call.rows, &call.keys);
             let [out, lse] = [builder.scratch(out_shape), builder.scratch(lse_shape)];

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use fa_core::{Merge, TensorLayout};
 
+use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Cell, Lane, Op, Shape, View};
 
 /// Where a kernel's LSE is: packed for its rows and heads, as kernels have it.
@@ -47,6 +48,24 @@ impl Packed {
         });
         builder.whole(buffer)
     }
+}
+
+/// What of the gradient of the LSE a backward of a view's rows and heads takes, where the plan has one.
+pub(crate) fn dlse(
+    plan: &ShardPlan,
+    builder: &mut Builder,
+    packed: &mut Packed,
+    rows: &Range<usize>,
+    heads: &Range<usize>,
+) -> Option<Box<View>> {
+    plan.has_dlse().then(|| {
+        let from = View::of(Buffer::Dlse, rows, heads);
+        let own = packed.of(builder, &from);
+        if own != from {
+            builder.copy(Lane::Compute, from, own.clone());
+        }
+        Box::new(own)
+    })
 }
 
 /// Parts of a result that are merged: of more than a launch takes, groups first, which are kept in f32.

@@ -9,7 +9,7 @@ use fa_core::{Merge, Pass};
 
 use super::calls::{Call, calls};
 use super::sums::{Term, sum};
-use super::{Packed, Parts, joined, nothing, outside};
+use super::{Packed, Parts, dlse, joined, nothing, outside};
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Cell, Lane, Op, Program, Shape, View};
 use crate::shard::{Placed, overlap};
@@ -38,6 +38,7 @@ struct Ring<'a> {
     /// Those of others, of steps in turn.
     others: Vec<[Buffer; 2]>,
     packed: Packed,
+    packed_dlse: Packed,
 }
 
 impl<'a> Ring<'a> {
@@ -57,7 +58,7 @@ impl<'a> Ring<'a> {
             let (from, to) = (builder.whole(from), builder.whole(to));
             builder.copy(Lane::Transfer, from, to);
         }
-        Ring { plan, rank, builder, own, others, packed: Packed::new() }
+        Ring { plan, rank, builder, own, others, packed: Packed::new(), packed_dlse: Packed::new() }
     }
 
     /// The rank whose keys are met at `step`, and the one that meets this rank's.
@@ -244,6 +245,7 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
             if lse != of(Buffer::Lse) {
                 ring.builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
             }
+            let dlse = dlse(plan, &mut ring.builder, &mut ring.packed_dlse, own, &heads);
             let keyed = |buffer| View::of(buffer, keys, &kv);
             if index == pool.len() {
                 pool.push([Buffer::Dk, Buffer::Dv].map(|buffer| {
@@ -262,6 +264,7 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
                     dsinks: dsinks.map(|[part, _]| Box::new(View::of(part, &(0..1), &heads))),
+                    dlse,
                 },
             );
             if let Some(buffers) = dsinks {

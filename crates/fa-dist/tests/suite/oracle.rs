@@ -2,6 +2,7 @@
 
 use std::thread;
 
+use fa_core::lengths::Side;
 use fa_core::{Dtype, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::compare::compare;
 use fa_cpu::tiled::{self, BackwardInputs};
@@ -75,6 +76,11 @@ fn gather<T: Clone>(
     }
 }
 
+/// What a forward takes of what both passes do.
+fn forward_alone(given: Arguments<'_>) -> Arguments<'_> {
+    Arguments { extras: Extras { dlse: None, ..given.extras }, ..given }
+}
+
 /// One rank's results: O, LSE, dQ, dK, dV, and the gradient of the sinks.
 type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>);
 
@@ -88,7 +94,7 @@ pub(crate) fn rank<'a, T: Wire + Default>(
     transport: MemoryTransport,
     order: Order,
     inputs: &Inputs<T>,
-    extras: impl Into<Arguments<'a>> + Copy,
+    extras: impl Into<Arguments<'a>>,
 ) -> Result<Own<T>, Error> {
     let problem = plan.problem();
     let mut own = HostAttention::new(plan, transport)?.with_order(order);
@@ -107,7 +113,9 @@ pub(crate) fn rank<'a, T: Wire + Default>(
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&local[i], local_shape[i]));
     let mut out = vec![T::default(); local[3].len()];
     let mut lse = vec![0.0; shapes[0][0] * shapes[0][2] * shards[0].rows(queries)];
-    own.forward([q, k, v], &mut view_mut(&mut out, local_shape[3]), &mut lse, extras)?;
+    let mut arguments: Arguments<'_> = extras.into();
+    let (dlse, to) = (arguments.extras.dlse, &mut view_mut(&mut out, local_shape[3]));
+    own.forward([q, k, v], to, &mut lse, forward_alone(arguments))?;
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); local[i].len()]);
     let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
     if has_gradients(plan) {
@@ -115,7 +123,20 @@ pub(crate) fn rank<'a, T: Wire + Default>(
         let [dq, dk, dv] = &mut gradients;
         let mut to =
             [view_mut(dq, local_shape[0]), view_mut(dk, local_shape[1]), view_mut(dv, local_shape[2])];
-        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), extras)?;
+        let whole: Vec<f32> = dlse.map_or_else(Vec::new, |dlse| dlse.to_vec());
+        // As O with a head dim of 1, heads before rows.
+        let [batch, all, heads, _] = shapes[3];
+        let by_row = |b: usize, row: usize, head: usize| whole[(b * heads + head) * all + row];
+        let positions: Vec<usize> = shards[3].positions(queries).collect();
+        let cells = (0..batch).flat_map(|b| (0..heads).map(move |head| (b, head)));
+        let own_dlse: Vec<f32> = match whole.is_empty() {
+            true => Vec::new(),
+            false => {
+                cells.flat_map(|(b, head)| positions.iter().map(move |row| by_row(b, *row, head))).collect()
+            }
+        };
+        arguments.extras.dlse = dlse.map(|_| own_dlse.as_slice());
+        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), arguments)?;
     }
     Ok((out, lse, gradients, dsinks))
 }
@@ -180,7 +201,8 @@ fn alone<'a, T: Wire + Default>(
     let mut out = vec![T::default(); inputs.0[3].len()];
     let mut lse = vec![0.0; check::lse_len(problem)];
     let to = &mut view_mut(&mut out, shapes[3]);
-    tiled::forward_extras(Default::default(), problem, extras, &q, &k, &v, to, Some(&mut lse)).unwrap();
+    tiled::forward_extras(Default::default(), problem, forward_alone(extras), &q, &k, &v, to, Some(&mut lse))
+        .unwrap();
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); inputs.0[i].len()]);
     let given = BackwardInputs { q, k, v, out: view(&out, shapes[3]), lse: &lse, dout };
     let [dq, dk, dv] = &mut gradients;
@@ -212,7 +234,7 @@ fn check_plan<'a, T: Wire + Default>(
         check::out_shape(problem),
     ];
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&inputs.0[i], shapes[i]));
-    let exact = reference::forward_extras(problem, given, &q, &k, &v).unwrap();
+    let exact = reference::forward_extras(problem, forward_alone(given), &q, &k, &v).unwrap();
     let dtype = problem.types.q;
     let one = alone(problem, &inputs, given);
     let name = format!("{} {:?} {}", plan.scheme().name(), plan.queries().layout(), problem.mask);
@@ -328,6 +350,81 @@ fn decode_merges_what_ranks_hold() {
             }
         }
     }
+}
+
+#[test]
+fn decode_takes_the_cache_of_each_rank() {
+    // Pages of a rank, and keys in use of each sequence on each.
+    let (page, pages, most) = (4, 7, 12);
+    let used = [[12, 3], [5, 0], [0, 0], [9, 1]];
+    for (queries, mask) in [(1, Mask::CAUSAL), (3, Mask::FULL)] {
+        for is_paged in [true, false] {
+            let side = if is_paged { Side::paged(page, pages, most) } else { Side::padded(most).with_used() };
+            let score = fa_core::ScoreMod::NONE.with_sinks(true);
+            let local = problem(2, (queries, most), (4, 2), mask)
+                .with_lengths(Lengths::of(2, Side::padded(queries), side))
+                .with_score(score);
+            let sinks = [0.5, -0.25, 0.125, 0.0625];
+            let plan = ShardPlan::new(&local, used.len(), Scheme::Decode, Layout::Contiguous).unwrap();
+            let q = values::<f32>(2 * queries * 4 * 8, 1);
+            let q_shape = [2, queries, 4, 8];
+            let kv_shape = check::k_shape(&local);
+            let table = [6, 0, 3, 1, 5, 2];
+            let caches: Vec<[Vec<f32>; 2]> = (0..used.len() as u64)
+                .map(|rank| [10, 20].map(|seed| values(kv_shape.iter().product(), seed + rank)))
+                .collect();
+            let found = MemoryTransport::run(used.len(), &MemoryOptions::default(), |transport| {
+                let mut own = HostAttention::new(&plan, transport)?;
+                let rank = own.rank();
+                let extras = Extras {
+                    seqused_k: Some(&used[rank]),
+                    page_table: is_paged.then_some(&table),
+                    sinks: Some(&sinks),
+                    ..Extras::NONE
+                };
+                let [k, v] = caches[rank].each_ref().map(|cache| view(cache, kv_shape));
+                let (mut out, mut lse) = (vec![0.0f32; q.len()], vec![0.0; 2 * 4 * queries]);
+                own.forward([view(&q, q_shape), k, v], &mut view_mut(&mut out, q_shape), &mut lse, &extras)?;
+                Ok::<_, Error>((out, lse))
+            });
+            // All keys of all ranks, sequence by sequence.
+            for b in 0..2 {
+                let count: usize = used.iter().map(|own| own[b] as usize).sum();
+                let whole = [0, 1].map(|which| {
+                    let mut all = Vec::new();
+                    for (rank, own) in used.iter().enumerate() {
+                        for row in 0..own[b] as usize {
+                            let (at, within) = match is_paged {
+                                true => (table[b * 3 + row / page] as usize, row % page),
+                                false => (b, row),
+                            };
+                            let first = (at * kv_shape[1] + within) * 2 * 8;
+                            all.extend_from_slice(&caches[rank][which][first..first + 2 * 8]);
+                        }
+                    }
+                    all
+                });
+                let one = problem(1, (queries, count), (4, 2), Mask::FULL).with_score(score);
+                let [k, v] = whole.each_ref().map(|all| view(all, [1, count, 2, 8]));
+                let own_q = view(&q[b * queries * 32..][..queries * 32], [1, queries, 4, 8]);
+                let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+                let exact = reference::forward_extras(&one, &extras, &own_q, &k, &v).unwrap();
+                for result in &found {
+                    let (out, lse) = result.as_ref().unwrap();
+                    let near = |own: &[f32], exact: &[f64]| {
+                        own.iter().zip(exact).all(|(own, exact)| (f64::from(*own) - exact).abs() < 1e-5)
+                    };
+                    assert!(near(&out[b * queries * 32..][..queries * 32], &exact.out));
+                    assert!(near(&lse[b * queries * 4..][..queries * 4], &exact.lse));
+                }
+            }
+        }
+    }
+    let cache = Lengths::of(1, Side::padded(3), Side::paged(4, 8, 16));
+    let local = problem(1, (3, 16), (4, 2), Mask::CAUSAL).with_lengths(cache);
+    let refused = |scheme| ShardPlan::new(&local, 2, scheme, Layout::Contiguous).unwrap_err().to_string();
+    assert!(refused(Scheme::Decode).contains("3 queries under the mask causal on caches: decode one query"));
+    assert!(refused(Scheme::Gather).contains("keys in pages of 4 rows: use decode, or pack"));
 }
 
 #[test]
@@ -506,6 +603,34 @@ fn programs_see_the_numbers_of_the_whole() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_the_lse_is_that_of_each_rows_rank() {
+    for (lengths, heads, mask) in [
+        ((40, 40), (4, 2), Mask::CAUSAL),
+        ((37, 37), (4, 4), Mask::window(5, 3)),
+        ((24, 33), (4, 2), Mask::FULL),
+    ] {
+        let problem = problem(2, lengths, heads, mask);
+        let dlse = values::<f32>(2 * heads.0 * lengths.0, 9);
+        let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
+        for world in [1, 2, 3, 4] {
+            for plan in plans(&problem, world) {
+                check_plan::<f32>(&plan.with_dlse(true), &extras, Order::Seeded(1));
+            }
+        }
+        let plan = ShardPlan::new(&problem, 1, Scheme::Ring, Layout::Zigzag).unwrap();
+        for (plan, extras, part) in [
+            (plan.clone(), &extras, "dlse) in this call: use ShardPlan::with_dlse"),
+            (plan.with_dlse(true), &Extras::NONE, "a backward without dlse: give it"),
+        ] {
+            let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+            let inputs = inputs::<f32>(&problem);
+            let refused = rank(&plan, alone, Order::Listed, &inputs, extras).unwrap_err().to_string();
+            assert!(refused.contains(part), "{refused}");
         }
     }
 }
