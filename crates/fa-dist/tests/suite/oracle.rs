@@ -226,7 +226,7 @@ fn check_plan<'a, T: Wire + Default>(
     let starts = if plan.starts().is_some() { None } else { given.extras.cu_seqlens_q };
     let extras = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..given.extras };
     let of_ranks = Arguments { extras, ..given };
-    let found = run(plan, &MemoryOptions::default(), order, &inputs, &of_ranks);
+    let found = run(plan, &MemoryOptions::default(), order, &inputs, of_ranks);
     let shapes = [
         check::q_shape(problem),
         check::k_shape(problem),
