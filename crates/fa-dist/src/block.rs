@@ -60,9 +60,9 @@ pub(crate) fn block(
     Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask, starts: None })
 }
 
-/// What `rows` of packed sequences that begin at `starts` see of their own sequences' keys among `keys`, under a
-/// mask that is causal or full. The keys are all of them, those of the rows, or others: of these at most one
-/// sequence has rows and keys.
+/// What `rows` of packed sequences that begin at `starts` see of their own sequences' keys among `keys`,
+/// under a mask that is causal or full. The keys are all of them, those of the rows, or others: of these at
+/// most one sequence has rows and keys.
 ///
 /// Under a causal mask keys end where the rows do, so that each sequence's diagonal ends in the corner of its
 /// last row and key.

@@ -451,8 +451,8 @@ impl<X: HostTransport> HostAttention<X> {
     }
 
     /// O and LSE (`[batch, heads_q, rows]`) of the rank's queries, from the shards of Q, K and V. Of a decode
-    /// every rank has all queries and gets all of O and LSE. The arrays of a program are those of the whole, on
-    /// every rank. Every rank calls it, in the same order.
+    /// every rank has all queries and gets all of O and LSE. The arrays of a program are those of the whole,
+    /// on every rank. Every rank calls it, in the same order.
     ///
     /// # Errors
     /// [`Error::Tensor`] and those of the transport and of fa-cpu.

@@ -1,5 +1,5 @@
-//! Programs of masks and scores in the parts of a problem: there queries, keys and heads have the numbers that
-//! they have in the whole, by scalars of their own, so that all parts have one kernel.
+//! Programs of masks and scores in the parts of a problem: there queries, keys and heads have the numbers
+//! that they have in the whole, by scalars of their own, so that all parts have one kernel.
 
 use fa_core::program::{ArrayView, InputError, Inputs, Interned, Program, Value, Var};
 use fa_kernels::launch::RawProgram;

@@ -341,7 +341,8 @@ impl ShardPlan {
     pub fn descriptor(&self) -> String {
         let problem = &self.problem;
         format!(
-            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?} dlse {}",
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?} \
+             dlse {}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),

@@ -21,8 +21,8 @@ const MAX_CHOSEN: usize = 1024;
 impl ShardPlan {
     /// The plan of `problem`, which is the whole one, for `world` ranks, with as many stages as the cost
     /// model chooses for a training step on GPUs with NVLink ([`cost::staged`] chooses for other machines).
-    /// Keys of a decode that are in pages or have lengths in use are those of each rank: its cache, as large as
-    /// that of any other.
+    /// Keys of a decode that are in pages or have lengths in use are those of each rank: its cache, as large
+    /// as that of any other.
     ///
     /// # Errors
     /// [`Error::Problem`], [`Error::Ranks`], and [`Error::Refused`] for what the scheme does not compute.

@@ -415,8 +415,8 @@ proptest! {
         tiles in prop::sample::select(vec![(1, 1), (2, 3)]),
         sinks in any::<bool>(),
     ) {
-        let starts: Vec<i32> =
-            std::iter::once(0).chain(cuts.iter().scan(0, |at, len| { *at += *len as i32; Some(*at) })).collect();
+        let ends = (0..=cuts.len()).map(|count| cuts[..count].iter().sum::<usize>() as i32);
+        let starts: Vec<i32> = ends.collect();
         let total: usize = cuts.iter().sum();
         let longest = cuts.iter().copied().max().unwrap_or(0);
         let lengths = Lengths::packed(cuts.len(), total, total, longest, longest);
