@@ -12,7 +12,6 @@ use crate::block::{Block, block, packed_block};
 use crate::error::Error;
 use crate::moved::moved;
 use crate::program::{Buffer, Cell, Part, Shape};
-use crate::schemes::Parts;
 use crate::shard::{Layout, Shards};
 
 /// How ranks work together.
@@ -48,6 +47,9 @@ impl Scheme {
 
 /// The most ranks of a plan.
 pub const MAX_WORLD: usize = 1024;
+
+/// The most parts of a result: groups of them are merged, but no groups of groups.
+const MAX_PARTS: usize = fa_core::Merge::MAX_PARTS * fa_core::Merge::MAX_PARTS;
 
 /// Rows at which a rank's parts begin by default: kernels' tiles of queries divide it.
 const TILE: (usize, usize) = (128, 128);
@@ -283,10 +285,10 @@ impl ShardPlan {
                 return refuse(what, "use gather or ring");
             }
         }
-        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) && 4 * self.world > Parts::MOST {
+        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) && 4 * self.world > MAX_PARTS {
             // Each of a rank's two ranges of queries may see both of another rank's.
             let what = format!("up to {} partial results", 4 * self.world);
-            return refuse(what, &format!("use gather, or at most {} ranks", Parts::MOST / 4));
+            return refuse(what, &format!("use gather, or at most {} ranks", MAX_PARTS / 4));
         }
         Ok(())
     }

@@ -76,9 +76,6 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// The most parts: groups of groups are not made.
-    pub(crate) const MOST: usize = Merge::MAX_PARTS * Merge::MAX_PARTS;
-
     /// No part yet of so many.
     pub(crate) fn new(count: usize) -> Parts {
         Parts { count, open: Vec::new(), groups: Vec::new() }
