@@ -49,6 +49,23 @@ class Modifications(NamedTuple):
 
         return self._replace(texts=tuple(_DECLARED.sub(declared, text) for text in self.texts))
 
+    def moved(self, first, whole=(), keep=None) -> Modifications:
+        """These for a part of a call: of the variables of `first` the part's begin at these numbers, those of
+        `whole` have these values. By scalars, so that all parts have one kernel. `keep`: a pattern of texts
+        that are left as they are."""
+        texts, scalars = [], list(self.scalars)
+        for at, text in enumerate(self.texts):
+            if keep is None or not keep.match(text):
+                for variable, value in (*first.items(), *dict(whole).items()):
+                    name = f"fa_part_{variable}_{at}"
+                    other = f"({variable} + {name})" if variable in first else name
+                    text, count = re.subn(rf"\b{variable}\b", other, text)
+                    if count:
+                        text = f"scalar {name}: i32;\n{text}"
+                        scalars.append((name, value))
+            texts.append(text)
+        return self._replace(texts=tuple(texts), scalars=tuple(scalars))
+
     @property
     def programs(self):
         """As the extension module takes them."""

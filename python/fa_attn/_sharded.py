@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import _core
 from ._checks import window
 from ._core import InputError, UnsupportedError
+from ._options import call_options
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -52,26 +53,87 @@ def chunk_length(rows, per_rank, layout):
     return rows // per_rank
 
 
+def bounds(layout, world, rows):
+    """Where the chunks of a sequence begin, and its end."""
+    return tuple(_core.bounds(layout, world, rows))
+
+
+bounds._dynamo_marked_constant = True
+
+
+class Dealing:
+    """A sequence of some rows in chunks, and which rank has which: of equal length where the ranks divide the
+    rows, else some are a row longer, or empty."""
+
+    def __init__(self, layout, world, rows):
+        self.rows, self.owned = rows, dealt(layout, world)
+        self.bounds = bounds(layout, world, rows)
+        self.most = max(self.count(rank) for rank in range(world))
+
+    def count(self, rank):
+        """The rows of a rank."""
+        return sum(end - first for first, end in self.spans(rank))
+
+    def spans(self, rank):
+        """The first row of each chunk of a rank, and its end."""
+        return [(self.bounds[chunk], self.bounds[chunk + 1]) for chunk in self.owned[rank]]
+
+    def in_order(self, parts, dim):
+        """The chunks of all ranks' rows, which may be followed by others, in the order of the sequence."""
+        chunks = {}
+        for rank, part in enumerate(parts):
+            lengths = [end - first for first, end in self.spans(rank)]
+            chunks.update(zip(self.owned[rank], part.narrow(dim, 0, sum(lengths)).split(lengths, dim)))
+        return [chunks[chunk] for chunk in sorted(chunks)]
+
+    def of_rank(self, tensor, rank, dim):
+        """A rank's rows of the whole."""
+        own = [tensor.narrow(dim, first, end - first) for first, end in self.spans(rank)]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+    def padded(self, tensor, dim):
+        """A rank's rows, with others behind them so that all ranks have as many."""
+        short = self.most - tensor.shape[dim]
+        if not short:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = short
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
 def shard(tensor, dim=1, group=None, layout="zigzag"):
-    """This rank's rows of a whole tensor."""
+    """This rank's rows of a whole tensor. Where the ranks do not divide them some have a row more:
+    `attention` is then told by `seqlen`."""
     world, rank = place(group)
-    own = dealt(layout, world)[rank]
-    count = world * len(own)
+    dealt(layout, world)
     if not -tensor.dim() <= dim < tensor.dim():
         raise InputError(f"axis {dim} of a tensor of {tensor.dim()} axes")
-    if tensor.shape[dim] % count:
+    return Dealing(layout, world, tensor.shape[dim]).of_rank(tensor, rank, dim)
+
+
+def unshard(tensor, dim=1, group=None, layout="zigzag", seqlen=None):
+    """The whole tensor, from each rank's rows. Without gradients. `seqlen`: the rows of the whole, where the
+    ranks do not divide them."""
+    world, rank = place(group)
+    dealing = of_rows(layout, world, rank, tensor.shape[dim], seqlen)
+    parts = of_all(dealing.padded(tensor.detach(), dim), group, world)
+    return torch.cat(dealing.in_order(parts, dim), dim)
+
+
+def of_rows(layout, world, rank, rows, seqlen):
+    """How a sequence is dealt of which this rank has `rows` rows."""
+    if seqlen is None:
+        chunk_length(rows, len(dealt(layout, world)[rank]), layout)
+        return Dealing(layout, world, rows * world)
+    if not isinstance(seqlen, int) or seqlen < 0:
+        raise InputError(f"seqlen is {seqlen!r}: it must be the number of rows of the whole sequence")
+    dealing = Dealing(layout, world, seqlen)
+    if dealing.count(rank) != rows:
         raise InputError(
-            f"axis {dim} has {tensor.shape[dim]} rows, which {count} chunks do not divide: pad it, or use "
-            "another number of ranks"
+            f"seqlen is {seqlen}, of which rank {rank} of {world} has {dealing.count(rank)} rows ({layout} "
+            f"shards), and {rows} are given: deal them by fa_attn.distributed.shard"
         )
-    chunks = tensor.chunk(count, dim)
-    return torch.cat([chunks[chunk] for chunk in own], dim)
-
-
-def unshard(tensor, dim=1, group=None, layout="zigzag"):
-    """The whole tensor, from each rank's rows. Without gradients."""
-    world, _ = place(group)
-    return torch.cat(in_order(of_all(tensor.detach(), group, world), dim, layout), dim)
+    return dealing
 
 
 def of_all(tensor, group, world):
@@ -81,21 +143,12 @@ def of_all(tensor, group, world):
     return parts
 
 
-def in_order(parts, dim, layout):
-    """The chunks of all ranks' rows, in the order of the sequence."""
-    chunks = {}
-    for part, own in zip(parts, dealt(layout, len(parts))):
-        chunk_length(part.shape[dim], len(own), layout)
-        chunks.update(zip(own, part.chunk(len(own), dim)))
-    return [chunks[chunk] for chunk in sorted(chunks)]
-
-
-def positions(rows, group=None, layout="zigzag", device=None):
-    """The positions in the whole sequence of this rank's `rows` rows: what rotary embedding takes."""
+def positions(rows, group=None, layout="zigzag", device=None, seqlen=None):
+    """The positions in the whole sequence of this rank's `rows` rows: what rotary embedding takes. `seqlen`:
+    the rows of the whole, where the ranks do not divide them."""
     world, rank = place(group)
-    own = dealt(layout, world)[rank]
-    length = chunk_length(rows, len(own), layout)
-    return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in own])
+    dealing = of_rows(layout, world, rank, rows, seqlen)
+    return torch.cat([torch.arange(first, end, device=device) for first, end in dealing.spans(rank)])
 
 
 class Options:
@@ -106,10 +159,6 @@ class Options:
         self.right = 0 if causal else right
         self.causal = self.right == 0
         self.slopes, self.sinks = alibi_slopes, sinks
-        if alibi_slopes is not None and not self.causal:
-            raise UnsupportedError(
-                "alibi_slopes without causal over several ranks: give causal=True, or use one GPU"
-            )
         self.common = dict(softmax_scale=scale, softcap=softcap)
         self.backward = dict(self.common, deterministic=deterministic)
 
@@ -138,6 +187,12 @@ class Options:
                     f"{' or '.join(map(str, shapes))}"
                 )
 
+    def numbers(self, mask):
+        """Those of a part, checked."""
+        scale, softcap = self.common["softmax_scale"], self.common["softcap"]
+        deterministic = self.backward["deterministic"]
+        return call_options(scale, mask["causal"], mask["window_size"], softcap, deterministic, None)
+
     def of(self, heads):
         """What belongs to some of the query heads."""
         named = dict(alibi_slopes=self.slopes, sinks=self.sinks)
@@ -148,8 +203,8 @@ class Gathered:
     """K and V (.., rows, heads, head_dim) of all ranks, some heads at a time: the next while those before are
     used."""
 
-    def __init__(self, k, v, group, layout, stages):
-        self.k, self.v, self.group, self.layout = k, v, group, layout
+    def __init__(self, k, v, group, dealing, stages):
+        self.k, self.v, self.group, self.dealing = k, v, group, dealing
         self.world, heads = dist.get_world_size(group), k.shape[-2]
         if k.dtype != v.dtype:
             # One transfer would make one type of both.
@@ -170,7 +225,8 @@ class Gathered:
 
     def _start(self, heads):
         """Begins to gather K and V in one transfer: each has a latency of its own."""
-        own = torch.cat([x[..., heads, :].reshape(-1) for x in (self.k, self.v)])
+        own = [self.dealing.padded(x[..., heads, :], -3).reshape(-1) for x in (self.k, self.v)]
+        own = torch.cat(own)
         parts = own.new_empty(self.world * len(own))
         return dist.all_gather_into_tensor(parts, own, group=self.group, async_op=True), parts
 
@@ -178,23 +234,23 @@ class Gathered:
         """K and V of all ranks, in the order of the sequence."""
         parts, end = parts.view(self.world, -1), 0
         for own in (self.k, self.v):
-            shape = (*own.shape[:-2], heads, own.shape[-1])
+            shape = (*own.shape[:-3], self.dealing.most, heads, own.shape[-1])
             first, end = end, end + math.prod(shape)
-            yield torch.cat(in_order([x.view(shape) for x in parts[:, first:end]], -3, self.layout), -3)
+            chunks = self.dealing.in_order([x.view(shape) for x in parts[:, first:end]], -3)
+            yield torch.cat(chunks, -3)
 
 
-def summed(total, group, layout):
+def summed(total, group, dealing):
     """This rank's rows of the sum over ranks, in the order of the ranks, by float32."""
-    world = dist.get_world_size(group)
-    own = dealt(layout, world)
-    chunks = total.chunk(world * len(own[0]), -3)
-    sends = torch.stack([torch.cat([chunks[chunk] for chunk in of], -3) for of in own])
+    world, rank = place(group)
+    sends = [dealing.padded(dealing.of_rank(total, other, -3), -3) for other in range(world)]
+    sends = torch.stack(sends)
     parts = torch.empty_like(sends)
     dist.all_to_all_single(parts, sends, group=group)
     result = parts[0].clone()
     for part in parts[1:]:
         result += part
-    return result
+    return result.narrow(-3, 0, dealing.count(rank))
 
 
 class InParts(torch.autograd.Function):
@@ -203,12 +259,12 @@ class InParts(torch.autograd.Function):
     its rows, the rows that they see, the lengths that the functions take, and the mask."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, passes, parts, group, layout, stages, options):
+    def forward(ctx, q, k, v, sinks, passes, parts, group, dealing, stages, options):
         ratio = q.shape[-2] // k.shape[-2]
         *batch, rows_q, heads_q, _ = q.shape
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
         lse = torch.empty(*batch, heads_q, rows_q, dtype=torch.float32, device=q.device)
-        for heads, keys, values in Gathered(k, v, group, layout, stages):
+        for heads, keys, values in Gathered(k, v, group, dealing, stages):
             of = slice(heads.start * ratio, heads.stop * ratio)
             for rows, seen, lengths, mask in parts:
                 part, part_lse, _ = passes[0](
@@ -223,19 +279,20 @@ class InParts(torch.autograd.Function):
                 )
                 out[..., rows, of, :], lse[..., of, rows] = part, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = (passes, parts, group, layout, stages, options)
-        ctx.mark_non_differentiable(lse)
+        ctx.given = (passes, parts, group, dealing, stages, options)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        passes, parts, group, layout, stages, options = ctx.given
+        passes, parts, group, dealing, stages, options = ctx.given
         ratio = q.shape[-2] // k.shape[-2]
+        dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        for heads, keys, values in Gathered(k, v, group, layout, stages):
+        for heads, keys, values in Gathered(k, v, group, dealing, stages):
             of = slice(heads.start * ratio, heads.stop * ratio)
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
             for rows, seen, lengths, mask in parts:
@@ -247,6 +304,7 @@ class InParts(torch.autograd.Function):
                     out[..., rows, of, :],
                     lse[..., of, rows].contiguous(),
                     *lengths,
+                    dlse=None if dlse is None else dlse[..., of, rows].contiguous(),
                     **options.backward,
                     **options.of(of),
                     **mask,
@@ -257,7 +315,7 @@ class InParts(torch.autograd.Function):
                 if dsinks is not None:
                     dsinks[of] += made[3]
             for to, total in zip((dk, dv), sums):
-                to[..., heads, :] = summed(total, group, layout)
+                to[..., heads, :] = summed(total, group, dealing)
         return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
@@ -279,7 +337,8 @@ def stacked(function, axis):
 def check(dropout_p, **axes):
     if dropout_p != 0.0:
         raise UnsupportedError(
-            f"dropout_p is {dropout_p}: dropout over several ranks is not computed, leave it out"
+            f"dropout_p is {dropout_p}: over several ranks it is computed by ulysses_attention, use that or "
+            "leave it out"
         )
     for name, (x, count) in axes.items():
         if not isinstance(x, torch.Tensor):

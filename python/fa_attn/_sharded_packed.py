@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._core import InputError, UnsupportedError
-from ._sharded import InParts, Options, agree, check, chunk_length, dealt, place, stacked
+from ._sharded import Dealing, InParts, Options, agree, check, chunk_length, dealt, place, stacked
 from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
 
 
@@ -39,9 +39,14 @@ def _mask(options):
     return dict(causal=options.causal, window_size=(options.left, options.right))
 
 
-def _options(scale, causal, window_size, deterministic, alibi_slopes, q):
-    options = Options(scale, causal, window_size, 0.0, deterministic, alibi_slopes)
+def _options(scale, causal, window_size, softcap, deterministic, alibi_slopes, q):
+    options = Options(scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options.check_shapes(None, q.shape[1])
+    if alibi_slopes is not None and not options.causal:
+        raise UnsupportedError(
+            "alibi_slopes without causal, of packed sequences over several ranks: give causal=True, or use "
+            "attention for each sequence"
+        )
     if not options.causal and (options.left >= 0 or options.right >= 0):
         # The diagonal of a part would end elsewhere in each sequence.
         raise UnsupportedError(
@@ -88,7 +93,9 @@ def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
 def _computed(q, k, v, parts, group, stages, options):
     # K and V are gathered as they lie, rank after rank: `parts` know where the rows of a sequence are.
     parts = [(*part, _mask(options)) for part in parts]
-    return InParts.apply(q, k, v, None, _PASSES, parts, group, "contiguous", stages, options)
+    world, _ = place(group)
+    dealing = Dealing("contiguous", world, k.shape[0] * world)
+    return InParts.apply(q, k, v, None, _PASSES, parts, group, dealing, stages, options)
 
 
 def llama3_flash_attn_varlen_func(
@@ -109,14 +116,16 @@ def llama3_flash_attn_varlen_func(
     deterministic=False,
     return_attn_probs=False,
     group=None,
+    softcap=0.0,
 ):
     """ring-flash-attention's function for packed sequences: q (rows, heads_q, head_dim), k and v (rows,
     heads_kv, head_dim) are this rank's share of the packed rows; the lengths come from
-    `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride`: K/V heads that are gathered at a time."""
+    `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride`: K/V heads that are gathered at a time.
+    `softcap`: as of `flash_attn_func`."""
     check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
     if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
         raise InputError(f"heads_k_stride is {heads_k_stride}: it must divide the {k.shape[1]} K/V heads")
-    options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes, q)
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, q)
     stages = k.shape[1] // heads_k_stride
     agree(group, q, k, v, stages, options)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -150,7 +159,7 @@ def _ring(layout, name):
         rank's rows of each sequence, dealt {layout}; `cu_seqlens` says where they begin, the same on every
         rank, and is read on the host. Keys are gathered, not passed around."""
         check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
-        options = _options(softmax_scale, causal, window_size, deterministic, alibi_slopes, q)
+        options = _options(softmax_scale, causal, window_size, 0.0, deterministic, alibi_slopes, q)
         if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
             raise InputError(
                 f"q has {q.shape[0]} rows, k {k.shape[0]} and v {v.shape[0]}: a rank has as many of each"

@@ -45,7 +45,8 @@ def over_ranks(compute, mods, q, k, v, options, extras, division):
     given = {name: local(name, x) for name, x in of_extras.items() if x is not None}
     arrays = [torch.from_numpy(x).to(q.device) if not isinstance(x, torch.Tensor) else x for x in mods.arrays]
     arrays = [local(name, x) for name, x in zip(mods.names, arrays)]
-    mods = _moved(mods.with_arrays(arrays), _first(mesh, ways, own[0], own[1]))
+    # Programs see the numbers in the whole.
+    mods = mods.with_arrays(arrays).moved(_first(mesh, ways, own[0], own[1]), keep=_READS_SCORES)
     out, lse = compute(mods, *own, options, extras._replace(**given), division)
 
     def whole(name, x):
@@ -88,19 +89,3 @@ def _first(mesh, ways, q, k):
         if way != WHOLE:
             ranks[way] = ranks[way] * mesh.size(axis) + mesh.get_local_rank(axis)
     return dict(b=ranks[BATCH] * q.shape[0], h=ranks[HEADS] * q.shape[-2], hk=ranks[HEADS] * k.shape[-2])
-
-
-def _moved(mods, first):
-    """The programs with a rank's sequences and heads as they are numbered in the whole: by scalars, so that
-    all ranks have one kernel."""
-    texts, scalars = [], list(mods.scalars)
-    for at, text in enumerate(mods.texts):
-        if not _READS_SCORES.match(text):
-            for variable, value in first.items():
-                name = f"fa_first_{variable}_{at}"
-                text, count = re.subn(rf"\b{variable}\b", f"({variable} + {name})", text)
-                if count:
-                    text = f"scalar {name}: i32;\n{text}"
-                    scalars.append((name, value))
-        texts.append(text)
-    return mods._replace(texts=tuple(texts), scalars=tuple(scalars))

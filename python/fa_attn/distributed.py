@@ -10,14 +10,18 @@ NCCL on GPUs, gloo on CPUs.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
   (`zigzag_ring_flash_attn_varlen_func`, `llama3_flash_attn_varlen_func`) and their relatives: the names and
-  arguments of ring-flash-attention. `UlyssesAttention`: those of yunchang.
-- `context_parallel`: as `torch.distributed.tensor.experimental.context_parallel`.
+  arguments of ring-flash-attention; `substitute_hf_flash_attn` and `update_ring_flash_attn_params` for
+  models of transformers. `UlyssesAttention`, `LongContextAttention` (a grid of both) and
+  `set_seq_parallel_pg`: those of yunchang.
+- `context_parallel`, `context_parallel_unshard`, `set_rotate_method`: as those of
+  `torch.distributed.tensor.experimental`.
 - `shard`, `unshard`, `positions`: the rows of a rank, and where they are in the sequence.
 
 Rows are dealt "zigzag" (of 2 * world chunks rank r has chunks r and 2 * world - 1 - r, so that a causal mask
-gives every rank as much to do) or "contiguous" (rank r has chunk r). All ranks have as many rows, and give
-the same options: they compare them, on GPUs at the first call with each, and a difference is an error on every
-rank. A rank that is lost is torch's error: that of the group's timeout, or of its connection.
+gives every rank as much to do) or "contiguous" (rank r has chunk r). All ranks have as many rows, unless
+`attention` is told the `seqlen` of the whole, and give the same options: they compare them, on GPUs at the
+first call with each, and a difference is an error on every rank. A rank that is lost is torch's error: that
+of the group's timeout, or of its connection.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ._core import InputError, UnsupportedError
-from ._merging import merge
 from ._sharded import (
     LAYOUTS,
     InParts,
@@ -39,12 +42,24 @@ from ._sharded import (
     check,
     chunk_length,
     dealt,
-    of_all,
+    of_rows,
     place,
     positions,
     shard,
     stacked,
     unshard,
+)
+from ._sharded_decode import decode_attention
+from ._sharded_hybrid import (
+    EXTRACT_FUNC_DICT,
+    AsyncLongContextAttention,
+    LongContextAttention,
+    LongContextAttentionQKVPacked,
+    basic_extract_local,
+    check_kind,
+    set_seq_parallel_pg,
+    stripe_extract_local,
+    zigzag_extract_local,
 )
 from ._sharded_packed import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -58,14 +73,24 @@ from ._sharded_packed import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
+from ._sharded_programs import by_sequence, dropout_state
+from ._sharded_programs import computed as with_programs
+from ._sharded_programs import modifications as program_of
+from ._sharded_programs import with_slopes
+from ._sharded_transformers import substitute_hf_flash_attn, update_ring_flash_attn_params
 from .interface import flash_attn_backward, flash_attn_func
-from .serving import flash_attn_with_kvcache
 
 __all__ = [
+    "EXTRACT_FUNC_DICT",
     "LAYOUTS",
+    "AsyncLongContextAttention",
+    "LongContextAttention",
+    "LongContextAttentionQKVPacked",
     "UlyssesAttention",
     "attention",
+    "basic_extract_local",
     "context_parallel",
+    "context_parallel_unshard",
     "decode_attention",
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
@@ -79,12 +104,17 @@ __all__ = [
     "ring_flash_attn_varlen_kvpacked_func",
     "ring_flash_attn_varlen_qkvpacked_func",
     "set_rotate_method",
+    "set_seq_parallel_pg",
     "shard",
+    "stripe_extract_local",
     "stripe_flash_attn_func",
     "stripe_flash_attn_kvpacked_func",
     "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
     "ulysses_attention",
     "unshard",
+    "update_ring_flash_attn_params",
+    "zigzag_extract_local",
     "zigzag_ring_flash_attn_func",
     "zigzag_ring_flash_attn_kvpacked_func",
     "zigzag_ring_flash_attn_qkvpacked_func",
@@ -96,16 +126,22 @@ __all__ = [
 _PASSES = (flash_attn_func, flash_attn_backward)
 
 
-def _parts(q, group, layout, options):
-    """For each chunk of this rank its rows, the keys of all ranks that they see, no lengths, and the mask, the
-    longest first."""
-    world, rank = place(group)
-    own = dealt(layout, world)[rank]
-    length = chunk_length(q.shape[1], len(own), layout)
+def _spans(dealing, rank):
+    """For each chunk of a rank its rows among the rank's own, and the first in the sequence."""
+    spans, at = [], 0
+    for first, end in dealing.spans(rank):
+        spans.append((slice(at, at + end - first), first))
+        at += end - first
+    return spans
+
+
+def _parts(spans, rows, options):
+    """For each chunk of this rank its rows, the keys of all ranks that they see, no lengths, and the mask,
+    the longest first."""
     parts = []
-    for at, chunk in reversed(list(enumerate(own))):
-        seen, mask = options.seen(chunk * length, (chunk + 1) * length, q.shape[1] * world)
-        parts.append((slice(at * length, (at + 1) * length), seen, (), mask))
+    for own, first in reversed(spans):
+        seen, mask = options.seen(first, first + own.stop - own.start, rows)
+        parts.append((own, seen, (), mask))
     return parts
 
 
@@ -125,17 +161,23 @@ def attention(
     layout="zigzag",
     stages=1,
     return_lse=False,
+    seqlen=None,
+    **modifications,
 ):
     """Attention of this rank's queries over the keys of all ranks.
 
     q (batch, rows, heads_q, head_dim), k and v (batch, rows, heads_kv, head_dim): this rank's rows, as many
-    on every rank. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
+    on every rank, or those of a sequence of `seqlen` rows, which the ranks need not divide, as `shard` deals
+    them. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
     after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each
     transfer costs the host and the GPUs more than it hides. `alibi_slopes` and `sinks`: those of all heads,
     the same on every rank; the gradient of sinks is that of this rank's rows, to be added up as those of
-    weights are. Returns out, in the shape of q, and with `return_lse` (out, lse).
+    weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
+    `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
+    gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
+    Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
-    place(group)
+    world, rank = place(group)
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     options = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, sinks)
     options.check_shapes(q.shape[0], q.shape[2])
@@ -143,9 +185,19 @@ def attention(
         raise InputError(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
-    agree(group, q, k, v, layout, stages, options)
-    parts = _parts(q, group, layout, options)
-    out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, layout, stages, options)
+    shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
+    agree(group, *shown, layout, stages, options, *sorted(modifications))
+    dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
+    spans = _spans(dealing, rank)
+    parts = _parts(spans, dealing.rows, options)
+    mods = program_of("attention", q, dealing.rows, modifications)
+    if alibi_slopes is not None and not options.causal:
+        # Distances of a part are those of its own diagonal, which a causal mask alone keeps.
+        mods = with_slopes(mods, options)
+    if mods is None:
+        out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, dealing, stages, options)
+    else:
+        out, lse = with_programs(q, k, v, mods, parts, spans, group, dealing, options)
     return (out, lse) if return_lse else out
 
 
@@ -190,28 +242,42 @@ def _ordered(x, world, layout, back=False):
     return torch.cat([chunks[chunk] for chunk in order], 1)
 
 
-# Options that mean the same for some heads as for all. Functions of scores, biases and dropout's bits depend
-# on the number of a head, which would be that of a rank's.
+def exchanged(x, group, back=False):
+    """Shards of rows, contiguous, as shards of heads, or back; with gradients."""
+    return _Exchange.apply(x, _by_heads, group, back)
+
+
+# Options that mean the same for some heads as for all.
 _BY_HEADS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "query_offset")
 
 
-def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, layout="contiguous", **options):
+def ulysses_attention(
+    q,
+    k,
+    v,
+    *,
+    alibi_slopes=None,
+    sinks=None,
+    group=None,
+    layout="contiguous",
+    dropout_p=0.0,
+    rng_state=None,
+    **options,
+):
     """Attention of whole sequences for some heads: exchanges turn shards of rows into shards of heads and
     back. The ranks divide the query heads, and the K/V heads or are a multiple of them. `alibi_slopes` and
     `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of this rank's heads.
-    `options`: softmax_scale, causal, window_size, softcap, deterministic and query_offset of
-    `flash_attn_func`. Returns out, in the shape of q."""
+    `dropout_p` and `rng_state`: the bits are those of one GPU with the same state, which is the first rank's
+    where it is not given. `options`: softmax_scale, causal, window_size, softcap, deterministic and
+    query_offset of `flash_attn_func`, and score_mod, mask_mod, bias, mask, attention_chunk and
+    block_sparse_tensors of all heads, the same on every rank. Returns out, in the shape of q."""
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     if options.pop("return_lse", False):
         raise UnsupportedError("return_lse of ulysses_attention: the LSE is spread over heads, use attention")
-    for name, value in options.items():
-        if name not in _BY_HEADS and not (name == "dropout_p" and value == 0.0):
-            raise UnsupportedError(
-                f"{name} of ulysses_attention: a rank has some of the heads, leave it out, or use one GPU; "
-                f"options are {', '.join(_BY_HEADS)}, alibi_slopes and sinks"
-            )
+    numbers = {name: options.pop(name) for name in _BY_HEADS if name in options}
     # First of all: an error of one rank alone would leave the others waiting.
-    agree(group, q, k, v, layout, sorted(options.items()), alibi_slopes is None, sinks is None)
+    given = (sorted(numbers.items()), sorted(options), alibi_slopes is None, sinks is None)
+    agree(group, q, k, v, layout, *given, dropout_p, rng_state is None)
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -223,46 +289,20 @@ def ulysses_attention(q, k, v, *, alibi_slopes=None, sinks=None, group=None, lay
     of_heads = Options(None, True, (-1, -1), 0.0, False, alibi_slopes, sinks)
     of_heads.check_shapes(q.shape[0], heads_q)
     own = slice(rank * heads_q // world, (rank + 1) * heads_q // world)
+    mods = program_of("ulysses_attention", q, q.shape[1] * world, options)
+    drop = None
+    if dropout_p != 0.0 or rng_state is not None:
+        drop = dropout_p, dropout_state(q, q.shape[0], heads_q, dropout_p, rng_state, group)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
     q, k, v = (_ordered(_Exchange.apply(x, _by_heads, group, False), world, layout) for x in (q, k, v))
-    out = flash_attn_func(q, k, v, **options, **of_heads.of(own))
-    return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
-
-
-def decode_attention(
-    q, k, v, *, cache_seqlens=None, softmax_scale=None, causal=True, softcap=0.0, group=None, return_lse=False
-):
-    """Attention of the last queries of sequences on keys that are spread over ranks.
-
-    q (batch, seqlen_q, heads_q, head_dim): the same on every rank. k and v (batch, rows, heads_kv, head_dim):
-    this rank's keys, which follow those of the ranks before it, as many on every rank. `cache_seqlens` (int32
-    (batch,)): how many of them are in use, which may differ between ranks; for one query at a time.
-    Results are exchanged once and merged: every rank returns all of out, in the shape of q, and with
-    `return_lse` (out, lse). Without gradients.
-    """
-    world, rank = place(group)
-    check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
-    is_masked = causal and q.shape[1] > 1
-    if is_masked and cache_seqlens is not None:
-        raise UnsupportedError(
-            f"cache_seqlens of decode_attention with {q.shape[1]} causal queries: decode one at a time, or "
-            "leave it out"
-        )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError("gradients of decode_attention: use attention, or torch.no_grad()")
-    options = dict(softmax_scale=softmax_scale, softcap=softcap, causal=is_masked)
-    agree(group, q, k, v, sorted(options.items()))
-    if is_masked:
-        # The diagonal ends at the last key of the last rank.
-        options["query_offset"] = (world - 1 - rank) * k.shape[1]
-    if cache_seqlens is None:
-        own = flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2]
+    if mods is None and drop is None:
+        out = flash_attn_func(q, k, v, **numbers, **of_heads.of(own))
     else:
-        options["return_softmax_lse"] = True
-        own = flash_attn_with_kvcache(q, k, v, cache_seqlens=cache_seqlens, **options)
-    out, lse = merge(*(of_all(x, group, world) for x in own))
-    return (out, lse) if return_lse else out
+        if mods is not None:
+            mods = mods.moved(dict(h=own.start, hk=rank * heads_kv // world))
+        out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
+    return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
 
 
 def _ring(layout, name):
@@ -353,14 +393,17 @@ def stripe_flash_attn_func(
     check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
     agree(group, q, k, v, "stripes")
     world, _ = place(group)
-    chunk_length(q.shape[1], 2 * world, "striped")
+    # Rows behind those of all ranks are the last of the sequence, which no other row sees.
+    rows, short = q.shape[1], -q.shape[1] % (2 * world)
+    if short:
+        q, k, v = (functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (q, k, v))
     q, k, v = (_Exchange.apply(x, _dealt_anew, group, False) for x in (q, k, v))
     options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
     out, lse, _ = zigzag_ring_flash_attn_func(q, k, v, *options, return_attn_probs=True, group=group)
-    out = _Exchange.apply(out, _dealt_anew, group, True)
+    out = _Exchange.apply(out, _dealt_anew, group, True)[:, :rows]
     if not return_attn_probs:
         return out
-    return out, _dealt_anew(lse.transpose(1, 2), group, True).transpose(1, 2).contiguous(), None
+    return out, _dealt_anew(lse.transpose(1, 2), group, True)[:, :rows].transpose(1, 2).contiguous(), None
 
 
 stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = stacked(stripe_flash_attn_func, 2)
@@ -378,8 +421,9 @@ class UlyssesAttention(torch.nn.Module):
             raise UnsupportedError(
                 f"scatter_idx {scatter_idx} and gather_idx {gather_idx}: heads are axis 2 and rows axis 1"
             )
-        if use_sync or attn_type is not None:
-            raise UnsupportedError("use_sync and attn_type: transfers are ordered by streams, leave both out")
+        if use_sync:
+            raise UnsupportedError("use_sync: transfers are ordered by streams, leave it out")
+        check_kind(attn_type)
         self.group = sequence_process_group
 
     def forward(
@@ -397,7 +441,6 @@ class UlyssesAttention(torch.nn.Module):
         deterministic=False,
         return_attn_probs=False,
     ):
-        check(dropout_p)
         if others or return_attn_probs:
             raise UnsupportedError("return_attn_probs and further arguments: leave them out")
         return ulysses_attention(
@@ -411,25 +454,41 @@ class UlyssesAttention(torch.nn.Module):
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             deterministic=deterministic,
+            dropout_p=dropout_p,
         )
 
 
-def _torch_options():
-    """(Whether torch's own context_parallel balances load, the method by which it rotates keys), where a
-    program has imported it."""
+def _balances_load():
+    """Whether torch's own context_parallel balances load, where a program has imported it."""
     module = sys.modules.get("torch.distributed.tensor.experimental._attention")
-    options = getattr(module, "_cp_options", None)
-    method = getattr(getattr(options, "rotate_method", None), "name", "ALL_GATHER")
-    return getattr(options, "enable_load_balance", True), method.replace("_", "").lower()
+    return getattr(getattr(module, "_cp_options", None), "enable_load_balance", True)
+
+
+_ROTATIONS = ("allgather", "alltoall")
 
 
 def set_rotate_method(rotate_method):
-    """As torch's function: `allgather`, the only one, by which keys are gathered heads by heads."""
-    if rotate_method != "allgather":
-        raise UnsupportedError(
-            f"rotate_method is {rotate_method!r}: keys are gathered, heads by heads; use 'allgather', and "
-            "attention's `stages` where memory is short"
+    """As torch's function, whose two methods give the same results: by `alltoall` torch passes keys around to
+    save memory. Here keys are gathered in either case, heads by heads where `attention`'s `stages` say so."""
+    if rotate_method not in _ROTATIONS:
+        raise InputError(f"rotate_method is {rotate_method!r}: it must be one of {', '.join(_ROTATIONS)}")
+
+
+def context_parallel_unshard(mesh, buffers, seq_dims, load_balancer=None):
+    """As torch's function: the whole of tensors that `context_parallel` has dealt, each along its axis of
+    `seq_dims`. Without gradients."""
+    if load_balancer is not None:
+        raise UnsupportedError("load_balancer: rows are dealt zigzag or contiguous, leave it out")
+    layout, group = "zigzag" if _balances_load() else "contiguous", _group_of(mesh)
+    return [unshard(x, dim, group, layout) for x, dim in zip(buffers, seq_dims)]
+
+
+def _group_of(mesh):
+    if getattr(mesh, "ndim", 1) != 1:
+        raise InputError(
+            f"mesh has {mesh.ndim} axes: give the one along which sequences are split, as mesh['cp']"
         )
+    return mesh.get_group() if hasattr(mesh, "get_group") else mesh
 
 
 @contextlib.contextmanager
@@ -445,15 +504,10 @@ def context_parallel(
         raise InputError(f"load_balance is {load_balance!r}: it must be True, False or None")
     if layout is not None and load_balance is not None:
         raise InputError(f"layout is {layout!r} and load_balance {load_balance}: give one of them")
-    is_balanced, method = _torch_options()
-    set_rotate_method(method)
     if layout is None:
-        layout = "zigzag" if (is_balanced if load_balance is None else load_balance) else "contiguous"
-    if getattr(mesh, "ndim", 1) != 1:
-        raise InputError(
-            f"mesh has {mesh.ndim} axes: give the one along which sequences are split, as mesh['cp']"
-        )
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+        is_balanced = _balances_load() if load_balance is None else load_balance
+        layout = "zigzag" if is_balanced else "contiguous"
+    group = _group_of(mesh)
     buffers, dims = list(buffers or []), list(buffer_seq_dims or [])
     if len(buffers) != len(dims):
         raise InputError(
@@ -477,6 +531,13 @@ def context_parallel(
         out = attention(q, k, v, softmax_scale=scale, causal=is_causal, group=group, layout=layout)
         return out.transpose(1, 2)
 
+    count = len(dealt(layout, place(group)[0])[0]) * place(group)[0]
+    for x, dim in zip(buffers, dims):
+        if -x.dim() <= dim < x.dim() and x.shape[dim] % count:
+            raise InputError(
+                f"axis {dim} has {x.shape[dim]} rows, which {count} chunks do not divide: pad it, or use "
+                "another number of ranks"
+            )
     with torch.no_grad():
         # All of them or none.
         owns = [shard(x, dim, group, layout).clone() for x, dim in zip(buffers, dims)]

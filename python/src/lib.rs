@@ -58,7 +58,7 @@ mod _core {
     #[pymodule_export]
     use super::programs::{program, program_eval, program_tiles, program_with};
     #[pymodule_export]
-    use super::shards::chunks;
+    use super::shards::{bounds, chunks};
     #[pymodule_export]
     use super::xla::xla_handlers;
 

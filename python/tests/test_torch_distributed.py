@@ -144,8 +144,13 @@ def test_stripes_are_dealt_anew():
     assert torch.equal(packed, distributed.stripe_flash_attn_func(q, k, v, causal=True))
     with pytest.raises(fa_attn.UnsupportedError, match="without causal: stripes"):
         distributed.stripe_flash_attn_func(q, k, v)
-    with pytest.raises(fa_attn.InputError, match="12 rows, which 8 chunks"):
-        distributed.stripe_flash_attn_func(q[:, :12], k[:, :12], v[:, :12], causal=True)
+    # 12 rows of a rank: 8 chunks do not divide them.
+    whole = [x[:, :48] for x in whole]
+    want = alone(*whole, causal=True)
+    q, k, v = (own(x).requires_grad_() for x in whole[:3])
+    out = distributed.stripe_flash_attn_func(q, k, v, causal=True)
+    out.backward(own(whole[3]))
+    near([out, q.grad, k.grad, v.grad], [own(x) for x in want])
 
 
 @ranks(4)
@@ -220,6 +225,12 @@ def test_slopes_and_sinks_are_those_of_all_heads():
     for layout, function in itertools.product(distributed.LAYOUTS, calls):
         call = functools.partial(function, layout=layout)
         near(over_ranks(call, whole, layout, causal=True, **given), alone(*whole, causal=True, **given))
+        of_sequences = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
+        for mask in (dict(causal=False), dict(causal=False, window_size=(9, 5))):
+            for slopes in (given["alibi_slopes"], of_sequences):
+                options = dict(alibi_slopes=slopes, softcap=3.0, **mask)
+                if function is distributed.attention:
+                    near(over_ranks(call, whole, layout, **options), alone(*whole, **options))
         for causal in (True, False):
             one, all_ranks = (torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2))
             want = alone(*whole, causal=causal, sinks=one)
@@ -334,10 +345,194 @@ def test_decoding_merges_what_ranks_hold():
         one = slice(at, at + 1)
         want = fa_attn.flash_attn_func(q[one, :1], k[one, list(keys)], v[one, list(keys)])
         torch.testing.assert_close(out[one], want, rtol=1e-5, atol=2e-6)
-    with pytest.raises(fa_attn.UnsupportedError, match="with 4 causal queries"):
-        distributed.decode_attention(q[:, :4], own_k, own_v, cache_seqlens=used)
+    # Of 4 queries the first sees three keys less than the last.
+    out = distributed.decode_attention(q[:, :4], own_k, own_v, cache_seqlens=used)
+    for at, keys in enumerate(([*range(21), 32, 33, 34], range(9))):
+        one = slice(at, at + 1)
+        want = fa_attn.flash_attn_func(q[one, :4], k[one, list(keys)], v[one, list(keys)], causal=True)
+        torch.testing.assert_close(out[one], want, rtol=1e-5, atol=2e-6)
+    with pytest.raises(fa_attn.InputError, match="page_table without cache_seqlens"):
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        distributed.decode_attention(q[:, :1], own_k, own_v, page_table=table)
     with pytest.raises(fa_attn.UnsupportedError, match="gradients of decode_attention"):
         distributed.decode_attention(q[:, :1].requires_grad_(), own_k, own_v)
+
+
+@ranks(3)
+def test_decoding_on_pages_of_each_rank():
+    world, rank, page, dim = dist.get_world_size(), dist.get_rank(), 4, 16
+    # Keys of each sequence on each rank, of which some have none.
+    lengths = [[13, 5, 0], [7, 0, 3]]
+    make = torch.Generator().manual_seed(3)
+    whole = [torch.randn(2, 20, 2, dim, generator=make) for _ in range(2)]
+    q, sinks = torch.randn(2, 5, 4, dim, generator=make), torch.linspace(-1, 1, 4)
+    used = torch.tensor([own[rank] for own in lengths], dtype=torch.int32)
+    # Ranks have as much room as they like.
+    table = torch.arange(8, dtype=torch.int32).flip(0).view(2, 4)
+    cache = [torch.zeros(8 + rank, page, 2, dim) for _ in range(2)]
+    for at, own in enumerate(lengths):
+        for row in range(own[rank]):
+            for pages, keys in zip(cache, whole):
+                pages[table[at, row // page], row % page] = keys[at, sum(own[:rank]) + row]
+    given = dict(cache_seqlens=used, page_table=table)
+    for rows, causal, of_sinks in ((1, True, None), (5, True, None), (5, True, sinks), (3, False, None)):
+        options = dict(causal=causal, sinks=of_sinks)
+        last = q[:, -rows:]
+        out, lse = distributed.decode_attention(last, *cache, return_lse=True, **given, **options)
+        for at, own in enumerate(lengths):
+            one, keys = slice(at, at + 1), slice(0, sum(own))
+            want, want_lse, _ = fa_attn.flash_attn_func(
+                last[one], *(x[one, keys] for x in whole), return_attn_probs=True, **options
+            )
+            torch.testing.assert_close(out[one], want, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(lse[one], want_lse, rtol=1e-4, atol=2e-5)
+    # Of codes with a power of two the decoded values are exact.
+    codes = [(x * 32).to(torch.float8_e4m3fn) for x in cache]
+    decoded = [(x.float() / 32).bfloat16() for x in codes]
+    descale, last = torch.full((2, 2), 1 / 32), q[:, -3:].bfloat16()
+    out = distributed.decode_attention(last, *codes, k_descale=descale, v_descale=descale, **given)
+    want = distributed.decode_attention(last, *decoded, **given)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+@ranks(3)
+def test_ranks_need_not_divide_the_rows():
+    for length in (37, 5, 2):
+        whole = tensors(length)
+        for layout in distributed.LAYOUTS:
+            rows = distributed.shard(whole[0], layout=layout).shape[1]
+            places = distributed.positions(rows, layout=layout, seqlen=length)
+            assert torch.equal(places, distributed.shard(torch.arange(length), 0, layout=layout))
+            for options in (dict(causal=True), dict(causal=False), *WINDOWS):
+                q, k, v, dout = (distributed.shard(x, layout=layout) for x in whole)
+                q, k, v = (x.requires_grad_() for x in (q, k, v))
+                out = distributed.attention(q, k, v, layout=layout, seqlen=length, **options)
+                out.backward(dout)
+                found = (out, q.grad, k.grad, v.grad)
+                found = [distributed.unshard(x, layout=layout, seqlen=length) for x in found]
+                near(found, alone(*whole, **options))
+
+
+@ranks(2)
+def test_programs_see_the_numbers_of_the_whole():
+    whole = tensors(32)
+    make = torch.Generator().manual_seed(5)
+    bias, table = torch.randn(1, 4, 32, 32, generator=make), torch.randn(4, generator=make)
+    for options in (
+        dict(causal=False, mask_mod=lambda b, h, q, k: (q - k) % 3 == 0),
+        dict(causal=False, score_mod=lambda s, b, h, q, k: s + table[h] * (q - k) * 0.1 + b * 0.5 * k),
+        dict(causal=False, bias=bias),
+        dict(causal=True, bias=bias, window_size=(9, 0)),
+        dict(causal=True, attention_chunk=8),
+    ):
+        want = alone(*whole, **options)
+        for layout, call in itertools.product(
+            distributed.LAYOUTS, (distributed.attention, distributed.ulysses_attention)
+        ):
+            near(over_ranks(functools.partial(call, layout=layout), whole, layout, **options), want)
+    # The gradient of a bias is that of a rank's rows, or heads.
+    one = bias.clone().requires_grad_()
+    alone(*whole, bias=one)
+    for call in (distributed.attention, distributed.ulysses_attention):
+        own = bias.clone().requires_grad_()
+        over_ranks(functools.partial(call, layout="zigzag"), whole, "zigzag", causal=False, bias=own)
+        dist.all_reduce(own.grad)
+        torch.testing.assert_close(own.grad, one.grad, rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_dropout_of_some_heads_is_that_of_one_process():
+    whole = tensors(32)
+    for options in (dict(causal=True), dict(causal=False, window_size=(9, 3))):
+        options.update(dropout_p=0.25, rng_state=(123, 456))
+        want = alone(*whole, **options)
+        for layout in distributed.LAYOUTS:
+            call = functools.partial(distributed.ulysses_attention, layout=layout)
+            near(over_ranks(call, whole, layout, **options), want, exact=True)
+    # Without a state that of the first rank counts.
+    torch.manual_seed(7)
+    q, k, v, _ = whole
+    want = fa_attn.flash_attn_func(q, k, v, dropout_p=0.5)
+    torch.manual_seed(7 + dist.get_rank())
+    own = (distributed.shard(x, layout="contiguous") for x in (q, k, v))
+    found = distributed.ulysses_attention(*own, dropout_p=0.5)
+    assert torch.equal(distributed.unshard(found, layout="contiguous"), want)
+
+
+@ranks(2)
+def test_the_lse_has_gradients():
+    whole = tensors(32)
+
+    def train(x, weights, call):
+        x = [part.clone().requires_grad_() for part in x]
+        out, lse = call(*x)
+        ((out * weights).sum() + lse.square().sum()).backward()
+        return out.detach(), *(part.grad for part in x)
+
+    def one(q, k, v):
+        return fa_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2]
+
+    want = train(whole[:3], whole[3], one)
+    own = [distributed.shard(x) for x in whole]
+    found = train(own[:3], own[3], functools.partial(distributed.attention, return_lse=True))
+    near([distributed.unshard(x) for x in found], want)
+
+
+@ranks(4)
+def test_grids_of_ulysses_and_ring():
+    whole, world, rank = tensors(64, heads=(8, 2)), dist.get_world_size(), dist.get_rank()
+    slopes = dict(alibi_slopes=torch.linspace(0.1, 0.8, 8))
+    for low, (ulysses, ring) in itertools.product((True, False), ((2, 2), (4, 1), (1, 4))):
+        distributed.set_seq_parallel_pg(ulysses, ring, rank, world, low)
+        for kind, extract in distributed.EXTRACT_FUNC_DICT.items():
+            own = functools.partial(extract, rank=rank, world_size=world, rd=ring, ud=ulysses)
+            module = distributed.LongContextAttention(ring_impl_type=kind)
+            for causal, options in ((True, {}), (True, slopes), (False, {})):
+                if kind == "strip" and not causal:
+                    continue
+                q, k, v, dout = (own(x) for x in whole)
+                q, k, v = (x.requires_grad_() for x in (q, k, v))
+                out = module(q, k, v, causal=causal, **options)
+                out.backward(dout)
+                want = alone(*whole, causal=causal, **options)
+                near([out, q.grad, k.grad, v.grad], [own(x) for x in want])
+    qkv = torch.stack([own(x) for x in tensors(64, heads=(4, 4))[:3]], 2)
+    packed = distributed.LongContextAttentionQKVPacked(ring_impl_type="zigzag")(qkv, causal=True)
+    module = distributed.LongContextAttention(ring_impl_type="zigzag")
+    assert torch.equal(packed, module(*qkv.unbind(2), causal=True))
+
+
+@ranks(2)
+def test_packed_rows_of_a_llama():
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def logits(name, **inputs):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation=name,
+        )
+        return LlamaForCausalLM(config)(**inputs).logits
+
+    starts, places = torch.tensor([0, 10, 25, 40], dtype=torch.int32), torch.arange(40)
+    numbers = torch.repeat_interleave(torch.arange(3), starts.diff().long())
+    positions = (places - starts[numbers])[None]
+    distributed.substitute_hf_flash_attn(None, 1, name="fa_over_ranks")
+    own = slice(dist.get_rank() * 20, dist.get_rank() * 20 + 20)
+    inputs = dict(input_ids=places[None, own], position_ids=positions[:, own])
+    with pytest.raises(fa_attn.InputError, match="call update_ring_flash_attn_params for each batch"):
+        logits("fa_over_ranks", **inputs)
+    distributed.update_ring_flash_attn_params(starts, None)
+    found = logits("fa_over_ranks", **inputs)
+    seen = (numbers[:, None] == numbers) & (places[:, None] >= places)
+    inputs = dict(input_ids=places[None], position_ids=positions, attention_mask=seen[None, None])
+    torch.testing.assert_close(found, logits("sdpa", **inputs)[:, own], rtol=1e-3, atol=1e-4)
 
 
 @ranks(2)
@@ -352,7 +547,8 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
         out = sdpa(*buffers, is_causal=True, enable_gqa=True)
     assert torch.nn.functional.scaled_dot_product_attention is plain
     assert torch.equal(buffers[0], q)
-    torch.testing.assert_close(distributed.unshard(out, 2), want, rtol=1e-4, atol=2e-5)
+    (whole,) = distributed.context_parallel_unshard(None, [out], [2])
+    torch.testing.assert_close(whole, want, rtol=1e-4, atol=2e-5)
     for dims, part in (([2, 3], "axis 3 has 15 rows"), ([2, 4], "axis 4 of a tensor of 4 axes")):
         odd = k[..., :15].clone()
         with pytest.raises(fa_attn.InputError, match=part):
@@ -379,11 +575,12 @@ def test_context_parallel_deals_as_torch_is_told_to():
     assert dealt(load_balance=False) == dealt(layout="contiguous") == contiguous[rank]
     torchs._cp_options.enable_load_balance = False
     assert dealt() == contiguous[rank] and dealt(load_balance=True) == zigzag[rank]
-    torchs.set_rotate_method("alltoall")
-    with pytest.raises(fa_attn.UnsupportedError, match="rotate_method is 'alltoall': keys are gathered"):
-        dealt()
-    distributed.set_rotate_method("allgather")
-    torchs.set_rotate_method("allgather")
+    for method in ("alltoall", "allgather"):
+        torchs.set_rotate_method(method)
+        distributed.set_rotate_method(method)
+        assert dealt(load_balance=True) == zigzag[rank]
+    with pytest.raises(fa_attn.InputError, match="rotate_method is 'ring': it must be one of"):
+        distributed.set_rotate_method("ring")
     torchs._cp_options.enable_load_balance = True
     with pytest.raises(fa_attn.InputError, match="give one of them"):
         dealt(layout="zigzag", load_balance=True)
@@ -434,15 +631,26 @@ def test_ranks_forget_the_same_calls():
 def test_what_is_not_computed_is_refused_by_name():
     q = k = v = torch.zeros(1, 8, 2, 8)
     slopes = torch.zeros(2)
-    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes without causal over several ranks"):
-        distributed.zigzag_ring_flash_attn_func(q, k, v, alibi_slopes=slopes)
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes without causal, of packed sequences"):
+        distributed.ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8, alibi_slopes=slopes)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout_p is 0.5"):
         distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
         distributed.attention(q[:, :7], k[:, :7], v[:, :7])
-    for name, value in (("dropout_p", 0.5), ("score_mod", lambda s, b, h, i, j: s), ("bias", slopes)):
-        with pytest.raises(fa_attn.UnsupportedError, match=f"{name} of ulysses_attention: a rank has"):
-            distributed.ulysses_attention(q, k, v, **{name: value})
+    for call in (distributed.attention, distributed.ulysses_attention):
+        with pytest.raises(fa_attn.UnsupportedError, match="q_descale of .*attention: over several ranks it"):
+            call(q, k, v, q_descale=slopes)
+    with pytest.raises(fa_attn.InputError, match=r"bias has 2 along keys where the call has 16"):
+        distributed.attention(q, k, v, causal=False, bias=slopes)
+    with pytest.raises(fa_attn.InputError, match="seqlen is 9, of which rank . of 2 has . rows"):
+        distributed.attention(q, k, v, seqlen=9)
+    with pytest.raises(fa_attn.UnsupportedError, match="ring_impl_type is 'basic_npu': it must be one of"):
+        distributed.LongContextAttention(ring_impl_type="basic_npu")
+    with pytest.raises(fa_attn.InputError, match="call set_seq_parallel_pg first"):
+        distributed.LongContextAttention()
+    with pytest.raises(fa_attn.InputError, match="degrees 3 and 1: their product must divide it"):
+        distributed.set_seq_parallel_pg(3, 1, dist.get_rank(), 2)
     for call in (distributed.attention, distributed.ulysses_attention):
         with pytest.raises(fa_attn.InputError, match=r"alibi_slopes is \(3,\): it must be"):
             call(q, k, v, alibi_slopes=torch.zeros(3), causal=True)

@@ -60,18 +60,35 @@ pub(crate) fn block(
     Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask, starts: None })
 }
 
-/// What `rows` of packed sequences that begin at `starts` see of their own sequences' keys, under a mask that
-/// is causal or full: under a causal one keys end where the rows do, so that each sequence's diagonal ends in
-/// the corner of its last row and key.
-pub(crate) fn packed_block(mask: Mask, starts: &[i32], rows: Range<usize>, tile: usize) -> Option<Block> {
+/// What `rows` of packed sequences that begin at `starts` see of their own sequences' keys among `keys`,
+/// under a mask that is causal or full. The keys are all of them, those of the rows, or others: of these at
+/// most one sequence has rows and keys.
+///
+/// Under a causal mask keys end where the rows do, so that each sequence's diagonal ends in the corner of its
+/// last row and key.
+pub(crate) fn packed_block(
+    mask: Mask,
+    starts: &[i32],
+    rows: Range<usize>,
+    keys: Range<usize>,
+    tile: usize,
+) -> Option<Block> {
     let sequences = starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
-    let touched = sequences.filter_map(|whole| Some((overlap(&whole, &rows)?, whole)));
-    let seen = |(own, whole): (Range<usize>, Range<usize>)| {
-        let end = if mask.right.is_some() { own.end } else { whole.end };
+    let touched = |whole: Range<usize>| Some((overlap(&whole, &rows)?, overlap(&whole, &keys)?, whole));
+    let mut touched = sequences.filter_map(touched);
+    if overlap(&rows, &keys).is_none() {
+        let (own, seen, whole) = touched.next()?;
+        let inside = |range: Range<usize>| range.start - whole.start..range.end - whole.start;
+        let back = |range: Range<usize>| range.start + whole.start..range.end + whole.start;
+        let cut = block(mask, (whole.len(), whole.len()), inside(own), inside(seen), tile)?;
+        return Some(Block { rows: back(cut.rows), keys: back(cut.keys), ..cut });
+    }
+    let seen = |(own, seen, whole): (Range<usize>, Range<usize>, Range<usize>)| {
+        let end = if mask.right.is_some() { own.end } else { seen.end };
         // Of the first sequence alone rows may be missing before these.
         let unseen = mask.left.map_or(0, |left| (own.start - whole.start).saturating_sub(left as usize));
         let begin = whole.start + unseen / tile.max(1) * tile.max(1);
-        (own, begin..end)
+        (own, begin.max(seen.start)..end)
     };
     let parts: Vec<(Range<usize>, Range<usize>)> = touched.map(seen).collect();
     let (first, last) = (parts.first()?, parts.last()?);

@@ -206,7 +206,15 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
     });
     let seconds = seconds.collect::<Result<Vec<_>, Error>>()?;
     let meetings = meetings(&programs);
-    let lane = |step: &Step| usize::from(step.lane == Lane::Transfer);
+    // The steps of each rank's two queues, and how many of them are done.
+    let queue = |program: &Program, lane: Lane| -> Vec<usize> {
+        (0..program.steps.len()).filter(|number| program.steps[*number].lane == lane).collect()
+    };
+    let queues: Vec<[Vec<usize>; 2]> = programs
+        .iter()
+        .map(|program| [Lane::Compute, Lane::Transfer].map(|lane| queue(program, lane)))
+        .collect();
+    let mut ended = vec![[0usize; 2]; world];
     let mut clocks = vec![[0.0f64; 2]; world];
     let mut done: Vec<Vec<Option<f64>>> =
         programs.iter().map(|program| vec![None; program.steps.len()]).collect();
@@ -214,33 +222,25 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
     let mut come: HashMap<(usize, usize), f64> = HashMap::new();
     loop {
         let mut moved = false;
-        for rank in 0..world {
-            for number in 0..programs[rank].steps.len() {
-                let step = &programs[rank].steps[number];
-                let first_open = |lane_of: usize| {
-                    let open =
-                        |at: &usize| lane(&programs[rank].steps[*at]) == lane_of && done[rank][*at].is_none();
-                    (0..programs[rank].steps.len()).find(open)
-                };
-                if done[rank][number].is_some() || first_open(lane(step)) != Some(number) {
-                    continue;
-                }
-                let waited = match step.after {
+        for (rank, lane) in (0..world).flat_map(|rank| [(rank, 0), (rank, 1)]) {
+            while let Some(&number) = queues[rank][lane].get(ended[rank][lane]) {
+                let waited = match programs[rank].steps[number].after {
                     Some(after) => done[rank][after],
                     None => Some(0.0),
                 };
-                let Some(waited) = waited else { continue };
-                let mut begin = waited.max(clocks[rank][lane(step)]);
+                let Some(waited) = waited else { break };
+                let mut begin = waited.max(clocks[rank][lane]);
                 if let Some(others) = meetings.get(&(rank, number)) {
                     moved |= come.insert((rank, number), begin).is_none();
                     let begun: Option<Vec<f64>> =
                         others.iter().map(|other| come.get(other).copied()).collect();
-                    let Some(begun) = begun else { continue };
+                    let Some(begun) = begun else { break };
                     begin = begun.into_iter().fold(begin, f64::max);
                 }
                 let end = begin + seconds[rank][number];
                 done[rank][number] = Some(end);
-                clocks[rank][lane(step)] = end;
+                clocks[rank][lane] = end;
+                ended[rank][lane] += 1;
                 moved = true;
             }
         }

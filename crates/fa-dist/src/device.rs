@@ -112,7 +112,7 @@ impl DeviceAttention {
             extras: raw.extras,
             ..Given::default()
         };
-        self.check_extras(&given)?;
+        self.check_extras(&given, false)?;
         launch(&mut self.rank, &self.forward, given, stream)
     }
 
@@ -157,9 +157,10 @@ impl DeviceAttention {
             dout: Some(raw.dout),
             gradients: [Some(raw.dq), Some(raw.dk), Some(raw.dv)],
             dsinks: raw.extras.dsinks.unwrap_or(0),
+            dlse: raw.extras.inputs.dlse.unwrap_or(0),
             extras: raw.extras,
         };
-        self.check_extras(&given)?;
+        self.check_extras(&given, true)?;
         launch(&mut self.rank, prepared, given, stream)
     }
 
@@ -175,10 +176,10 @@ impl DeviceAttention {
         Ok(())
     }
 
-    fn check_extras(&self, given: &Given) -> Result<(), Error> {
+    fn check_extras(&self, given: &Given, is_backward: bool) -> Result<(), Error> {
         let inputs = &given.extras.inputs;
         let starts = inputs.cu_seqlens_q.is_some() || inputs.cu_seqlens_k.is_some();
-        self.plan.check_extras(starts, inputs.dlse.is_some())
+        self.plan.check_extras(starts, inputs.dlse.is_some(), is_backward)
     }
 
     fn check_lse(&self, got: usize) -> Result<(), Error> {

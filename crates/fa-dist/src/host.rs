@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 
+use fa_core::program::{Inputs, Interned};
 use fa_core::{Pass, Strides};
 use fa_cpu::merge::{add_sinks, merge_row};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{Element, Extras, TensorMut, TensorRef};
+use fa_cpu::{Arguments, CpuError, Element, Extras, TensorMut, TensorRef};
 
 use crate::error::Error;
+use crate::moved;
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Cell, Op, Part, Piece, Program, Shape, Step, View};
 use crate::run::{Engine, Order, run};
@@ -191,7 +193,9 @@ impl<T: Wire> HostMemory<'_, T> {
 /// A rank's buffers, fa-cpu's tiles and the way to the other ranks.
 struct HostEngine<'a, T> {
     memory: HostMemory<'a, T>,
-    extras: Extras<'a>,
+    given: Arguments<'a>,
+    /// The whole problem's.
+    program: Option<Interned>,
     transport: &'a mut dyn HostTransport,
 }
 
@@ -205,6 +209,21 @@ fn part_extras<'a>(extras: &Extras<'a>, part: &'a Part) -> Extras<'a> {
         (own.cu_seqlens_q, own.cu_seqlens_k) = (Some(q.as_slice()), Some(k.as_slice()));
     }
     own
+}
+
+/// What the program of a part is given, if it has one.
+fn part_program<'a>(
+    program: Option<Interned>,
+    part: &Part,
+    given: &Arguments<'a>,
+) -> Result<Option<Inputs<'a>>, CpuError> {
+    match (program, part.problem.score.program) {
+        (Some(whole), Some(own)) => Ok(Some(moved::host((&whole, &own), &part.places, given.program)?)),
+        (None, _) | (_, None) if given.program.is_some() => {
+            Err(CpuError::Extra { name: "program", asked: false })
+        }
+        (None, _) | (_, None) => Ok(None),
+    }
 }
 
 impl<T: Wire> Engine for HostEngine<'_, T> {
@@ -252,11 +271,13 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 let shape = memory.shape(out);
                 let mut values = vec![T::from_f32(0.0); shape.iter().product()];
                 let mut own = vec![0.0f32; memory.lse(lse).len()];
-                let part_extras = part_extras(&self.extras, part);
+                let program = part_program(self.program, part, &self.given)?;
+                let extras = part_extras(&self.given.extras, part);
+                let arguments = Arguments { extras, program: program.as_ref(), ..Arguments::default() };
                 tiled::forward_extras(
                     tiled::Options::default(),
                     &part.problem,
-                    &part_extras,
+                    arguments,
                     &q,
                     &k,
                     &v,
@@ -266,11 +287,15 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 memory.write(out, &values);
                 memory.lse_mut(lse).copy_from_slice(&own);
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks, dlse } => {
                 let inputs = [q, k, v, out, dout].map(|view| (memory.shape(view), memory.read(view)));
                 let view = |i: usize| packed("input", &inputs[i].1, inputs[i].0);
                 let own = memory.lse(lse).to_vec();
-                let part_extras = part_extras(&self.extras, part);
+                let own_dlse = dlse.as_ref().map(|view| memory.lse(view).to_vec());
+                let program = part_program(self.program, part, &self.given)?;
+                let extras = part_extras(&self.given.extras, part);
+                let extras = Extras { dlse: own_dlse.as_deref(), ..extras };
+                let arguments = Arguments { extras, program: program.as_ref(), ..Arguments::default() };
                 let given = BackwardInputs {
                     q: view(0)?,
                     k: view(1)?,
@@ -286,7 +311,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 tiled::backward_extras(
                     tiled::Options::default(),
                     &part.problem,
-                    &part_extras,
+                    arguments,
                     &given,
                     &mut packed_mut("dq", dq, shapes[0])?,
                     &mut packed_mut("dk", dk, shapes[1])?,
@@ -299,7 +324,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 }
             }
             Op::Merge { parts, out, lse, sinks } => {
-                merge(memory, parts, out, lse, self.extras.sinks.filter(|_| *sinks))?;
+                merge(memory, parts, out, lse, self.given.extras.sinks.filter(|_| *sinks))?;
             }
             Op::Exchange { .. } => {}
         }
@@ -426,22 +451,23 @@ impl<X: HostTransport> HostAttention<X> {
     }
 
     /// O and LSE (`[batch, heads_q, rows]`) of the rank's queries, from the shards of Q, K and V. Of a decode
-    /// every rank has all queries and gets all of O and LSE. Every rank calls it, in the same order.
+    /// every rank has all queries and gets all of O and LSE. The arrays of a program are those of the whole,
+    /// on every rank. Every rank calls it, in the same order.
     ///
     /// # Errors
     /// [`Error::Tensor`] and those of the transport and of fa-cpu.
-    pub fn forward<T: Wire>(
+    pub fn forward<'e, T: Wire>(
         &mut self,
         [q, k, v]: [TensorRef<'_, T>; 3],
         out: &mut TensorMut<'_, T>,
         lse: &mut [f32],
-        extras: &Extras<'_>,
+        extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::Forward)?;
         let given = [("q", Buffer::Q, q.shape()), ("k", Buffer::K, k.shape()), ("v", Buffer::V, v.shape())];
         self.check(&given)?;
         self.check(&[("out", Buffer::Out, out.shape())])?;
-        self.check_lse(lse.len())?;
+        self.check_lse("lse", lse.len())?;
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
             (Buffer::K, Slot::Read(k)),
@@ -449,7 +475,7 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Out, Slot::Write(out.reborrow())),
             (Buffer::Lse, Slot::WriteF32(lse)),
         ];
-        self.run(&program, slots, extras)
+        self.run((&program, false), slots, extras.into())
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
@@ -459,12 +485,12 @@ impl<X: HostTransport> HostAttention<X> {
     ///
     /// # Errors
     /// As [`HostAttention::forward`].
-    pub fn backward<T: Wire>(
+    pub fn backward<'e, T: Wire>(
         &mut self,
         inputs: &BackwardInputs<'_, T>,
         [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
         dsinks: Option<&mut [f32]>,
-        extras: &Extras<'_>,
+        extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::BACKWARD)?;
         let (has_sinks, heads) = (self.plan.problem().score.sinks, self.plan.problem().heads_q);
@@ -485,7 +511,7 @@ impl<X: HostTransport> HostAttention<X> {
             ("dk", Buffer::Dk, dk.shape()),
             ("dv", Buffer::Dv, dv.shape()),
         ])?;
-        self.check_lse(lse.len())?;
+        self.check_lse("lse", lse.len())?;
         let dsinks = dsinks.map_or_else(|| Slot::OwnF32(vec![0.0; heads]), Slot::WriteF32);
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
@@ -499,19 +525,26 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Dv, Slot::Write(dv.reborrow())),
         ];
         let dsinks = has_sinks.then_some((Buffer::Dsinks, dsinks));
-        let slots = slots.into_iter().chain(dsinks).collect();
-        self.run(&program, slots, extras)
+        let given: Arguments<'_> = extras.into();
+        let dlse = given.extras.dlse.map(|dlse| (Buffer::Dlse, Slot::ReadF32(dlse)));
+        if let Some(dlse) = given.extras.dlse {
+            self.check_lse("dlse", dlse.len())?;
+        }
+        let slots = slots.into_iter().chain(dsinks).chain(dlse).collect();
+        self.run((&program, true), slots, given)
     }
     fn run<'a, T: Wire>(
         &'a mut self,
-        program: &Program,
+        (program, is_backward): (&Program, bool),
         slots: Vec<(Buffer, Slot<'a, T>)>,
-        extras: &Extras<'a>,
+        given: Arguments<'a>,
     ) -> Result<(), Error> {
-        let starts = extras.cu_seqlens_q.is_some() || extras.cu_seqlens_k.is_some();
-        self.plan.check_extras(starts, extras.dlse.is_some())?;
+        let starts = given.extras.cu_seqlens_q.is_some() || given.extras.cu_seqlens_k.is_some();
+        self.plan.check_extras(starts, given.extras.dlse.is_some(), is_backward)?;
         let memory = HostMemory::new(program, slots);
-        let mut engine = HostEngine { memory, extras: *extras, transport: &mut self.transport };
+        let program_of_all = self.plan.problem().score.program;
+        let transport = &mut self.transport;
+        let mut engine = HostEngine { memory, given, program: program_of_all, transport };
         run(program, self.order, &mut engine)
     }
 
@@ -527,12 +560,12 @@ impl<X: HostTransport> HostAttention<X> {
         Ok(())
     }
 
-    fn check_lse(&self, got: usize) -> Result<(), Error> {
+    fn check_lse(&self, tensor: &'static str, got: usize) -> Result<(), Error> {
         let need = self.plan.shape(self.rank, Buffer::Lse).elements();
         if got == need {
             return Ok(());
         }
         let (got, need) = (format!("{got} elements"), format!("{need}"));
-        Err(Error::Tensor { tensor: "lse", got, need })
+        Err(Error::Tensor { tensor, got, need })
     }
 }

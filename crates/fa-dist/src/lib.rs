@@ -15,6 +15,7 @@ mod device;
 mod error;
 mod host;
 mod memory;
+mod moved;
 mod nccl;
 mod passes;
 mod plan;

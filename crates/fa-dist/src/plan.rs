@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use fa_core::lengths::SideRows;
+use fa_core::program::{Interned, Var};
 use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, block, packed_block};
 use crate::error::Error;
+use crate::moved::moved;
 use crate::program::{Buffer, Cell, Part, Shape};
 use crate::shard::{Layout, Shards};
 
@@ -46,6 +48,9 @@ impl Scheme {
 /// The most ranks of a plan.
 pub const MAX_WORLD: usize = 1024;
 
+/// The most parts of a result: groups of them are merged, but no groups of groups.
+const MAX_PARTS: usize = fa_core::Merge::MAX_PARTS * fa_core::Merge::MAX_PARTS;
+
 /// Rows at which a rank's parts begin by default: kernels' tiles of queries divide it.
 const TILE: (usize, usize) = (128, 128);
 
@@ -74,6 +79,10 @@ pub struct ShardPlan {
     keys: Shards,
     stages: usize,
     tiles: (usize, usize),
+    /// The program of parts.
+    program: Option<Interned>,
+    /// Whether backwards take the gradient of the LSE.
+    has_dlse: bool,
 }
 
 impl ShardPlan {
@@ -99,9 +108,16 @@ impl ShardPlan {
             keys: placeholder,
             stages: 1,
             tiles: TILE,
+            program: None,
+            has_dlse: false,
         };
         plan.deal(layout);
         plan.check()?;
+        if let Some(program) = problem.score.program {
+            let found = moved(&program, plan.variables());
+            plan.program =
+                Some(found.map_err(|why| plan.refused(format!("its program: {why}"), "use one GPU"))?);
+        }
         Ok(plan)
     }
 
@@ -121,6 +137,11 @@ impl ShardPlan {
         }
         self.stages = stages;
         Ok(self)
+    }
+
+    /// The same plan whose backwards take the gradient of the LSE (`dlse`) of the rank's rows, too.
+    pub fn with_dlse(self, has_dlse: bool) -> ShardPlan {
+        ShardPlan { has_dlse, ..self }
     }
 
     /// The same plan with shards that begin at multiples of `rows`, and keys of a window at multiples of
@@ -143,56 +164,96 @@ impl ShardPlan {
         } else {
             Shards::new(layout, world, queries, align)
         };
-        self.keys = Shards::new(layout, world, keys, align);
+        self.keys = match self.is_cache() {
+            // Of each rank.
+            true => Shards::new(Layout::Contiguous, world, keys * world, 1),
+            false => Shards::new(layout, world, keys, align),
+        };
+    }
+
+    /// Whether each rank's keys are a cache of its own, in pages or with lengths in use: of a decode.
+    pub(crate) fn is_cache(&self) -> bool {
+        self.scheme == Scheme::Decode && self.problem.lengths.k().used
+    }
+
+    /// What a part's program sees otherwise than the part: those of the whole.
+    fn variables(&self) -> &'static [Var] {
+        match self.scheme {
+            Scheme::Gather => &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off],
+            Scheme::Ulysses => &[Var::H, Var::Hk],
+            Scheme::Ring | Scheme::Decode => &[],
+        }
+    }
+
+    fn refused(&self, what: String, instead: &str) -> Error {
+        let instead = instead.to_owned();
+        Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead }
     }
 
     /// What the scheme computes.
     fn check(&self) -> Result<(), Error> {
         let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
-        let refuse = |what: String, instead: &str| {
-            let instead = instead.to_owned();
-            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
-        };
-        if let SideRows::Paged { page, .. } = lengths.k().rows {
-            return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
+        let refuse = |what: String, instead: &str| Err(self.refused(what, instead));
+        if let (SideRows::Paged { page, .. }, false) = (lengths.k().rows, self.is_cache()) {
+            return refuse(
+                format!("keys in pages of {page} rows"),
+                "use decode, or pack or pad the keys of each rank",
+            );
         }
         if self.problem.latent {
             let instead = "split the heads between ranks, each of which holds all latents, or their keys, \
                            with a call on each rank and a merge by LSE";
             return refuse("latent problems, whose keys begin with their values".to_owned(), instead);
         }
-        if lengths.q().used || lengths.k().used {
+        if lengths.q().used || lengths.k().used && !self.is_cache() {
             return refuse("lengths in use".to_owned(), "pack the sequences, or leave the lengths out");
         }
         let Mask { left, right, offset, .. } = self.problem.mask;
-        match (lengths.is_uniform(), self.scheme, &self.starts) {
+        let is_whole = (left, right) == (None, None)
+            || (left, right, offset) == (None, Some(0), 0) && lengths.max_q() == 1;
+        if self.is_cache() && !is_whole {
+            // The last keys of a sequence are on any rank.
+            let what = format!("{} queries under the mask {} on caches", lengths.max_q(), self.problem.mask);
+            return refuse(what, "decode one query at a time, or give a full mask");
+        }
+        let is_uniform = match self.is_cache() {
+            true => !lengths.q().is_packed() && !lengths.k().is_packed(),
+            false => lengths.is_uniform(),
+        };
+        match (is_uniform, self.scheme, &self.starts) {
             (true, ..) | (false, Scheme::Ulysses, _) => {}
-            (false, Scheme::Gather, None) => {
+            (false, Scheme::Gather | Scheme::Ring, None) => {
                 let what = "packed sequences of unknown starts".to_owned();
                 return refuse(what, "use ShardPlan::packed, or ulysses");
             }
-            (false, Scheme::Gather, Some(_)) => {
+            (false, Scheme::Gather | Scheme::Ring, Some(_)) => {
                 if offset != 0 || !(right == Some(0) || (left, right) == (None, None)) {
                     // The diagonal of a part would end elsewhere in each sequence.
                     let what = format!("packed sequences under the mask {}", self.problem.mask);
                     return refuse(what, "use ulysses, or a causal or full mask");
                 }
             }
-            (false, Scheme::Ring | Scheme::Decode, _) => {
-                return refuse("packed sequences".to_owned(), "use gather or ulysses");
+            (false, Scheme::Decode, _) => {
+                return refuse("packed sequences".to_owned(), "use gather, ulysses or ring");
             }
         }
         let (score, types) = (self.problem.score, self.problem.types);
         if types != Types::same(types.q) {
             return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
         }
-        if score.dropout.is_some() {
-            // Its bits depend on the query's, key's and head's numbers in the whole.
-            return refuse("dropout".to_owned(), "leave it out, or use one GPU");
-        }
         if score.program.is_some() {
-            // A rank would give it the queries and heads of its part.
-            return refuse("a program of masks or scores".to_owned(), "use one GPU, or fa's own masks");
+            let what = if score.dropout.is_some() { "dropout" } else { "a program of masks or scores" };
+            match (self.scheme, &self.starts) {
+                (Scheme::Ulysses, _) | (Scheme::Gather, None) => {}
+                // Rows are counted in each sequence.
+                (Scheme::Gather, Some(_)) => {
+                    return refuse(format!("{what}, of packed sequences"), "use ulysses");
+                }
+                // A call's rows may be two ranges of the sequence.
+                (Scheme::Ring | Scheme::Decode, _) => {
+                    return refuse(what.to_owned(), "use gather or ulysses");
+                }
+            }
         }
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {
@@ -209,7 +270,8 @@ impl ShardPlan {
         }
         let (rows, keys) = self.len();
         let seeing = || self.block(0..rows, 0..keys).map_or(0, |block| block.rows.len());
-        if score.sinks && self.scheme != Scheme::Ulysses && self.starts.is_none() && seeing() < rows {
+        let is_counted = self.scheme != Scheme::Ulysses && self.starts.is_none() && !self.is_cache();
+        if score.sinks && is_counted && seeing() < rows {
             // Their LSE is the sink.
             return refuse("sinks where queries see no key".to_owned(), "use ulysses");
         }
@@ -223,13 +285,10 @@ impl ShardPlan {
                 return refuse(what, "use gather or ring");
             }
         }
-        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) {
-            let windowed = left.is_some() || right.is_some_and(|right| right > 0);
-            let parts = if windowed { 4 * self.world } else { self.world };
-            if parts > fa_core::Merge::MAX_PARTS {
-                let what = format!("up to {parts} partial results");
-                return refuse(what, "use gather, or at most 16 ranks (4 with a window)");
-            }
+        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) && 4 * self.world > MAX_PARTS {
+            // Each of a rank's two ranges of queries may see both of another rank's.
+            let what = format!("up to {} partial results", 4 * self.world);
+            return refuse(what, &format!("use gather, or at most {} ranks", MAX_PARTS / 4));
         }
         Ok(())
     }
@@ -273,8 +332,9 @@ impl ShardPlan {
     pub fn same_bits(&self) -> bool {
         match self.scheme {
             // Tiles of packed sequences begin elsewhere in each.
-            Scheme::Gather => self.starts.is_none(),
-            Scheme::Ulysses => true,
+            Scheme::Gather => self.starts.is_none() && self.program.is_none(),
+            // The program of a part is compiled by itself.
+            Scheme::Ulysses => self.program.is_none(),
             Scheme::Ring | Scheme::Decode => false,
         }
     }
@@ -283,7 +343,8 @@ impl ShardPlan {
     pub fn descriptor(&self) -> String {
         let problem = &self.problem;
         format!(
-            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?}",
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?} \
+             dlse {}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),
@@ -300,6 +361,7 @@ impl ShardPlan {
             problem.mask,
             problem.softmax_scale,
             problem.score,
+            self.has_dlse,
         )
     }
 
@@ -311,12 +373,18 @@ impl ShardPlan {
         let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let own =
             |rows, heads, dim| Shape { batch, rows, heads, dim, cell: Cell::Own, order: TensorLayout::Bshd };
+        if let (true, Buffer::K | Buffer::V) = (self.is_cache(), buffer) {
+            let dim = if buffer == Buffer::K { head_dim } else { head_dim_v };
+            return Shape { batch: check::k_shape(&self.problem)[0], ..own(keys, heads_kv, dim) };
+        }
         match buffer {
             Buffer::Q | Buffer::Dq => own(queries, heads_q, head_dim),
             Buffer::K | Buffer::Dk => own(keys, heads_kv, head_dim),
             Buffer::V | Buffer::Dv => own(keys, heads_kv, head_dim_v),
             Buffer::Out | Buffer::Dout => own(queries, heads_q, head_dim_v),
-            Buffer::Lse => Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) },
+            Buffer::Lse | Buffer::Dlse => {
+                Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) }
+            }
             Buffer::Dsinks => {
                 Shape { batch: 1, cell: Cell::F32, order: TensorLayout::Bhsd, ..own(1, heads_q, 1) }
             }
@@ -330,8 +398,15 @@ impl ShardPlan {
         let gradients = [Buffer::Dout, Buffer::Dq, Buffer::Dk, Buffer::Dv];
         let sinks = [Buffer::Dsinks];
         let sinks = sinks.iter().filter(|_| self.problem.score.sinks);
-        let gradients = gradients.iter().chain(sinks).filter(|_| backward);
+        let dlse = [Buffer::Dlse];
+        let dlse = dlse.iter().filter(|_| self.has_dlse);
+        let gradients = gradients.iter().chain(sinks).chain(dlse).filter(|_| backward);
         forward.iter().chain(gradients).map(|&buffer| (buffer, self.shape(rank, buffer))).collect()
+    }
+
+    /// Whether backwards take the gradient of the LSE.
+    pub(crate) fn has_dlse(&self) -> bool {
+        self.has_dlse
     }
 
     /// Lengths of the whole sequence: queries and keys.
@@ -340,15 +415,19 @@ impl ShardPlan {
     }
 
     /// Whether a call may have these extras.
-    pub(crate) fn check_extras(&self, starts: bool, dlse: bool) -> Result<(), Error> {
-        let refuse = |what: &str, instead: &str| {
-            let (what, instead) = (what.to_owned(), instead.to_owned());
-            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
-        };
-        match (starts && self.starts.is_some(), dlse) {
-            (true, _) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
-            (false, true) => refuse("the gradient of the LSE (dlse)", "leave it out"),
-            (false, false) => Ok(()),
+    pub(crate) fn check_extras(&self, starts: bool, dlse: bool, is_backward: bool) -> Result<(), Error> {
+        let refuse = |what: &str, instead: &str| Err(self.refused(what.to_owned(), instead));
+        let wants_dlse = self.has_dlse && is_backward;
+        match (starts && self.starts.is_some(), dlse, wants_dlse) {
+            (true, ..) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
+            (false, true, false) => refuse(
+                "the gradient of the LSE (dlse) in this call",
+                "use ShardPlan::with_dlse, by which backwards take it",
+            ),
+            (false, false, true) => {
+                refuse("a backward without dlse", "give it, or leave ShardPlan::with_dlse out")
+            }
+            (false, true, true) | (false, false, false) => Ok(()),
         }
     }
 
@@ -356,40 +435,46 @@ impl ShardPlan {
     pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
         match &self.starts {
             None => block(self.problem.mask, self.len(), rows, keys, self.tiles.1),
-            Some(starts) => packed_block(self.problem.mask, starts, rows, self.tiles.1),
+            Some(starts) => packed_block(self.problem.mask, starts, rows, keys, self.tiles.1),
         }
     }
 
-    /// The problem of a kernel's call.
+    /// The problem of a kernel's call between rows and keys, of packed sequences that begin at `starts` among
+    /// them.
     pub(crate) fn part(
         &self,
-        (rows, keys): (usize, usize),
+        (rows, keys): (&Range<usize>, &Range<usize>),
+        (mask, starts): (Mask, &Option<[Vec<i32>; 2]>),
         heads: &Range<usize>,
         kv_heads: usize,
-        mask: Mask,
     ) -> Part {
-        let lengths = Lengths::uniform(self.problem.lengths.sequences(), rows, keys);
-        self.part_of(lengths, None, heads, kv_heads, mask)
+        let first = (rows.start, keys.start);
+        let (rows, keys) = (rows.len(), keys.len());
+        let lengths = match starts {
+            None => Lengths::uniform(check::q_shape(&self.problem)[0], rows, keys),
+            Some(starts) => {
+                let [q, k] = starts.each_ref().map(|starts| longest(starts));
+                Lengths::packed(starts[0].len() - 1, rows, keys, q, k)
+            }
+        };
+        self.part_of((lengths, first), starts.clone(), heads, kv_heads, mask)
     }
 
-    /// The problem of a kernel's call for a block.
-    pub(crate) fn block_part(&self, block: &Block, heads: &Range<usize>, kv_heads: usize) -> Part {
-        let (rows, keys) = (block.rows.len(), block.keys.len());
-        let Some(starts) = &block.starts else { return self.part((rows, keys), heads, kv_heads, block.mask) };
-        let [q, k] = starts.each_ref().map(|starts| longest(starts));
-        let lengths = Lengths::packed(starts[0].len() - 1, rows, keys, q, k);
-        self.part_of(lengths, Some(starts.clone()), heads, kv_heads, block.mask)
+    /// The problem of a rank's call on its cache.
+    pub(crate) fn cache_part(&self) -> Part {
+        let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
+        self.part_of((lengths, (0, 0)), None, &(0..heads_q), heads_kv, Mask::FULL)
     }
 
     /// The whole problem for some heads.
     pub(crate) fn heads_part(&self, heads: &Range<usize>, kv_heads: usize) -> Part {
         let starts = self.starts.clone().map(|starts| [starts.clone(), starts]);
-        self.part_of(self.problem.lengths, starts, heads, kv_heads, self.problem.mask)
+        self.part_of((self.problem.lengths, (0, 0)), starts, heads, kv_heads, self.problem.mask)
     }
 
     fn part_of(
         &self,
-        lengths: Lengths,
+        (lengths, (row, key)): (Lengths, (usize, usize)),
         starts: Option<[Vec<i32>; 2]>,
         heads: &Range<usize>,
         kv_heads: usize,
@@ -399,8 +484,21 @@ impl ShardPlan {
         let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
         // What is merged gets its sinks then.
         let sinks = problem.score.sinks && !matches!(self.scheme, Scheme::Ring | Scheme::Decode);
-        let problem = problem.with_score(problem.score.with_sinks(sinks));
-        Part { problem, heads: heads.clone(), starts }
+        let score = problem.score.with_sinks(sinks).with_program(self.program).with_dropout(None);
+        let (rows, keys) = self.len();
+        let number = |var: Var| match var {
+            Var::S | Var::B => 0,
+            Var::H => heads.start as i64,
+            Var::Hk => (heads.start / self.problem.group_size().max(1)) as i64,
+            Var::Q => row as i64,
+            Var::K => key as i64,
+            Var::Sq => rows as i64,
+            Var::Sk => keys as i64,
+            Var::Off => keys as i64 - rows as i64 + self.problem.mask.offset,
+        };
+        let places = self.variables().iter().filter(|_| self.program.is_some());
+        let places = places.map(|var| (*var, number(*var) as i32)).collect();
+        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
     }
 
     /// K/V heads that a rank of Ulysses computes.

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use fa_core::program::Var;
 use fa_core::{Dtype, Problem, TensorLayout};
 
 /// A tensor of a rank.
@@ -23,6 +24,8 @@ pub enum Buffer {
     Lse,
     /// Gradient of O.
     Dout,
+    /// Gradient of the LSE.
+    Dlse,
     /// Gradient of Q.
     Dq,
     /// Gradient of K.
@@ -111,9 +114,13 @@ pub struct Part {
     pub heads: Range<usize>,
     /// Where its packed sequences begin, queries and keys, where the plan knows it.
     pub starts: Option<[Vec<i32>; 2]>,
+    /// What variables of its program are in the whole, or begin at.
+    pub places: Vec<(Var, i32)>,
 }
 
 /// One thing that a rank does.
+// Of a program's hundred steps half are backwards.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
     /// Adds up in f32, in the order given, and rounds once; without parts it writes zeros. One part is a
@@ -154,6 +161,8 @@ pub enum Op {
         outputs: [View; 3],
         /// The gradient of its heads' sinks over its rows.
         dsinks: Option<Box<View>>,
+        /// The gradient of the LSE, packed, where it has one.
+        dlse: Option<Box<View>>,
     },
     /// Combines O and LSE over different keys.
     Merge {
@@ -183,7 +192,7 @@ impl Op {
             Op::Sum { parts, .. } => parts.iter().collect(),
             Op::Nothing { .. } => Vec::new(),
             Op::Forward { q, k, v, .. } => vec![q, k, v],
-            Op::Backward { inputs, .. } => inputs.iter().collect(),
+            Op::Backward { inputs, dlse, .. } => inputs.iter().chain(dlse.as_deref()).collect(),
             Op::Merge { parts, .. } => parts.iter().flatten().collect(),
             Op::Exchange { sends, .. } => sends.iter().map(|(_, view)| view).collect(),
         }
@@ -264,6 +273,7 @@ impl Program {
             | Buffer::Out
             | Buffer::Lse
             | Buffer::Dout
+            | Buffer::Dlse
             | Buffer::Dq
             | Buffer::Dk
             | Buffer::Dv

@@ -72,6 +72,11 @@ impl Shards {
         self.layout
     }
 
+    /// Where chunks begin, and the length at the end.
+    pub fn bounds(&self) -> &[usize] {
+        &self.bounds
+    }
+
     /// The rows of a chunk.
     pub fn chunk(&self, chunk: usize) -> Range<usize> {
         self.bounds[chunk]..self.bounds[chunk + 1]

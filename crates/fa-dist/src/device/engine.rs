@@ -13,6 +13,7 @@ use super::memory::driver;
 use super::prepared::{Kernel, Prepared};
 use super::rank::Rank;
 use crate::error::Error;
+use crate::moved;
 use crate::nccl::DevicePiece;
 use crate::program::{Buffer, Lane, Op, Part, Piece, Step, View};
 use crate::run::{Engine, Order, run};
@@ -28,6 +29,7 @@ pub(super) struct Given {
     pub(super) dout: Option<RawTensor>,
     pub(super) gradients: [Option<RawTensor>; 3],
     pub(super) dsinks: u64,
+    pub(super) dlse: u64,
     pub(super) extras: RawExtras,
 }
 
@@ -81,6 +83,7 @@ impl DeviceEngine<'_> {
             Buffer::Out => self.given.out,
             Buffer::Lse => Some(own(self.given.lse)),
             Buffer::Dout => self.given.dout,
+            Buffer::Dlse => Some(own(self.given.dlse)),
             Buffer::Dq => self.given.gradients[0],
             Buffer::Dk => self.given.gradients[1],
             Buffer::Dv => self.given.gradients[2],
@@ -114,6 +117,9 @@ impl DeviceEngine<'_> {
         let shift = 4 * part.heads.start as u64;
         extras.inputs.alibi_slopes = extras.inputs.alibi_slopes.map(|address| address + shift);
         extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
+        if let (Some(whole), Some(own)) = (self.prepared.whole, part.problem.score.program) {
+            extras.program = Some(moved::device((&whole, &own), &part.places, extras.program));
+        }
         extras
     }
 
@@ -236,13 +242,14 @@ impl Engine for DeviceEngine<'_> {
                 // SAFETY: as for sums; the workspace is zero, and all that uses it is in this queue.
                 Ok(unsafe { forward.run_raw(stream, &args) }?)
             }
-            (Op::Backward { part, inputs, outputs, dsinks }, Kernel::Attention(bound)) => {
+            (Op::Backward { part, inputs, outputs, dsinks, dlse }, Kernel::Attention(bound)) => {
                 let Bound::Backward(backward) = bound.as_ref() else { return Ok(()) };
                 let [q, k, v, out, lse, dout] = inputs.each_ref().map(|view| self.raw(view));
                 let [dq, dk, dv] = outputs.each_ref().map(|view| self.raw(view));
                 let lse = lse.address;
                 let dsinks = dsinks.as_ref().map(|view| self.raw(view).address);
-                let extras = RawExtras { dsinks, ..self.extras(number, part) };
+                let mut extras = RawExtras { dsinks, ..self.extras(number, part) };
+                extras.inputs.dlse = dlse.as_ref().map(|view| self.raw(view).address);
                 let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
                 // SAFETY: as for sums.
                 Ok(unsafe { backward.run_raw(stream, &args) }?)

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{BindOptions, Bound, Gpu};
+use fa_core::program::Interned;
 use fa_core::{Division, Dtype, KernelSpec, Merge, Pass};
 use fa_kernels::BoundMerge;
 use fa_kernels::cudarc::driver::CudaEvent;
@@ -23,6 +24,8 @@ pub(super) enum Kernel {
 /// A program with its kernels and memory.
 pub(super) struct Prepared {
     pub(super) program: Program,
+    /// The whole problem's program of masks and scores.
+    pub(super) whole: Option<Interned>,
     pub(super) kernels: Vec<Kernel>,
     /// Starts of the packed queries and keys of steps that have their own.
     pub(super) starts: Vec<Option<[Memory; 2]>>,
@@ -78,7 +81,8 @@ impl Prepared {
         let events = (0..program.steps.len()).map(|number| waited(number).then(event).transpose());
         let events = events.collect::<Result<Vec<_>, Error>>()?;
         let (begun, ended) = (event()?, event()?);
-        Ok(Prepared { program, kernels, starts, scratch, workspace, events, begun, ended })
+        let whole = plan.problem().score.program;
+        Ok(Prepared { program, whole, kernels, starts, scratch, workspace, events, begun, ended })
     }
 
     /// Bytes of the program's own memory.

@@ -2,9 +2,9 @@
 
 use fa_core::Pass;
 
-use super::calls::{Call, calls};
+use super::calls::calls;
 use super::gather::others;
-use super::{Packed, nothing, outside};
+use super::{Packed, Parts, nothing, outside};
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Lane, Op, Program, View};
 use crate::shard::Placed;
@@ -19,30 +19,43 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     let placed = [Placed { local: 0, range: rows.clone() }];
     let [out_shape, lse_shape] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.shape(buffer));
     let mut parts: Vec<Vec<[View; 2]>> = vec![Vec::new(); plan.world()];
-    for (owner, parts) in parts.iter_mut().enumerate() {
-        for Call { rows: own, keys, mask } in calls(plan, &placed, owner) {
+    for (owner, parts) in parts.iter_mut().enumerate().filter(|_| plan.is_cache() && !rows.is_empty()) {
+        let [out, lse] = [out_shape, lse_shape].map(|shape| {
+            let buffer = builder.scratch(shape);
+            builder.whole(buffer)
+        });
+        parts.push([out.clone(), lse.clone()]);
+        if owner == rank {
+            let [q, k, v] = [Buffer::Q, Buffer::K, Buffer::V].map(|buffer| builder.whole(buffer));
+            let part = plan.cache_part();
+            builder.push(Lane::Compute, Op::Forward { part, q, k, v, out, lse });
+        }
+    }
+    for (owner, parts) in parts.iter_mut().enumerate().filter(|_| !plan.is_cache()) {
+        for call in calls(plan, &placed, owner) {
+            let (own, keys) = (&call.rows, &call.keys);
             let [out, lse] = [builder.scratch(out_shape), builder.scratch(lse_shape)];
             parts.push([builder.whole(out), builder.whole(lse)]);
             if owner != rank {
                 continue;
             }
-            let to = View::of(lse, &own, &heads);
+            let to = View::of(lse, own, &heads);
             let own_lse = packed.of(&mut builder, &to);
             builder.push(
                 Lane::Compute,
                 Op::Forward {
-                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
-                    q: View::of(Buffer::Q, &own, &heads),
-                    k: View::of(Buffer::K, &keys, &kv),
-                    v: View::of(Buffer::V, &keys, &kv),
-                    out: View::of(out, &own, &heads),
+                    part: call.part(plan, &heads, kv.len()),
+                    q: View::of(Buffer::Q, own, &heads),
+                    k: View::of(Buffer::K, keys, &kv),
+                    v: View::of(Buffer::V, keys, &kv),
+                    out: View::of(out, own, &heads),
                     lse: own_lse.clone(),
                 },
             );
             if own_lse != to {
                 builder.copy(Lane::Compute, own_lse, to);
             }
-            for unseen in outside(&rows, &own) {
+            for unseen in outside(&rows, own) {
                 builder.push(Lane::Compute, Op::Nothing { to: View::of(lse, &unseen, &heads) });
                 // Sent as it is: what the rows of O hold has to be something.
                 let to = View::of(out, &unseen, &heads);
@@ -60,14 +73,13 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
         // Nothing hides this exchange: it stays on the caller's stream.
         builder.push(Lane::Compute, Op::Exchange { sends, recvs });
     }
-    let parts: Vec<[View; 2]> = parts.into_iter().flatten().collect();
-    match parts.is_empty() {
-        true => nothing(&mut builder, &rows, &heads),
-        false => {
-            let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.whole(buffer));
-            let sinks = plan.problem().score.sinks;
-            builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks });
-        }
+    let all: Vec<[View; 2]> = parts.into_iter().flatten().collect();
+    if all.is_empty() {
+        nothing(&mut builder, &rows, &heads);
+    } else {
+        let mut parts = Parts::new(all.len());
+        all.into_iter().for_each(|part| parts.push(&mut builder, part));
+        parts.merge(&mut builder, plan.problem().score.sinks);
     }
     builder.finish()
 }

@@ -8,7 +8,7 @@ use fa_core::{Pass, TensorLayout};
 use fa_cpu::check;
 
 use super::sums::{Term, sum};
-use super::{Packed, joined, nothing, outside};
+use super::{Packed, dlse, joined, nothing, outside};
 use crate::block::Block;
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Cell, Lane, Op, Program, Shape, View};
@@ -53,6 +53,7 @@ struct Gather<'a> {
     /// K and V of stages in turn.
     gathered: Vec<[Buffer; 2]>,
     packed: Packed,
+    packed_dlse: Packed,
 }
 
 impl<'a> Gather<'a> {
@@ -68,7 +69,8 @@ impl<'a> Gather<'a> {
             builder.copy(Lane::Transfer, from, whole);
             to
         });
-        let mut gather = Gather { plan, rank, builder, own, gathered, packed: Packed::new() };
+        let mut gather =
+            Gather { plan, rank, builder, own, gathered, packed: Packed::new(), packed_dlse: Packed::new() };
         (0..plan.stages().min(SLOTS - 1)).for_each(|stage| gather.gather(stage));
         gather
     }
@@ -118,8 +120,8 @@ impl<'a> Gather<'a> {
                 nothing(builder, &all, &heads);
                 continue;
             };
-            let part = plan.block_part(&block, &heads, kv.len());
-            let Block { rows, keys, .. } = block;
+            let Block { rows, keys, mask, starts } = block;
+            let part = plan.part((&rows, &keys), (mask, &starts), &heads, kv.len());
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| nothing(builder, rows, &heads));
             let to = View::of(Buffer::Lse, &own, &heads);
@@ -227,10 +229,10 @@ impl Gather<'_> {
                 zero(builder, &all);
                 continue;
             };
-            let part = plan.block_part(&block, &heads, kv.len());
+            let Block { rows, keys, mask, starts } = block;
+            let part = plan.part((&rows, &keys), (mask, &starts), &heads, kv.len());
             let dsinks = returns.dsinks.as_ref();
             let dsinks = dsinks.map(|(parts, _)| Box::new(View::of(parts[number], &(0..1), &heads)));
-            let Block { rows, keys, .. } = block;
             let own = placed.locals(&rows);
             outside(&all, &own).iter().for_each(|rows| zero(builder, rows));
             let of = |buffer| View::of(buffer, &own, &heads);
@@ -238,12 +240,14 @@ impl Gather<'_> {
             if lse != of(Buffer::Lse) {
                 builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
             }
+            let dlse = dlse(plan, builder, &mut self.packed_dlse, &own, &heads);
             let keyed = |buffer| View::of(buffer, &keys, &staged);
             builder.push(
                 Lane::Compute,
                 Op::Backward {
                     part,
                     dsinks,
+                    dlse,
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(Buffer::Dq), keyed(parts[0]), keyed(parts[1])],
                 },

@@ -9,9 +9,10 @@ pub(crate) mod ulysses;
 
 use std::ops::Range;
 
-use fa_core::TensorLayout;
+use fa_core::{Merge, TensorLayout};
 
-use crate::program::{Buffer, Builder, Cell, Lane, Op, View};
+use crate::plan::ShardPlan;
+use crate::program::{Buffer, Builder, Cell, Lane, Op, Shape, View};
 
 /// Where a kernel's LSE is: packed for its rows and heads, as kernels have it.
 pub(crate) struct Packed {
@@ -34,7 +35,7 @@ impl Packed {
             self.made.iter().find(|(r, h, _)| (*r, *h) == (rows, heads)).map(|(_, _, buffer)| *buffer);
         let buffer = found.unwrap_or_else(|| {
             let batch = builder.shape(view.buffer).batch;
-            let buffer = builder.scratch(crate::program::Shape {
+            let buffer = builder.scratch(Shape {
                 batch,
                 rows,
                 heads,
@@ -46,6 +47,67 @@ impl Packed {
             buffer
         });
         builder.whole(buffer)
+    }
+}
+
+/// What of the gradient of the LSE a backward of a view's rows and heads takes, where the plan has one.
+pub(crate) fn dlse(
+    plan: &ShardPlan,
+    builder: &mut Builder,
+    packed: &mut Packed,
+    rows: &Range<usize>,
+    heads: &Range<usize>,
+) -> Option<Box<View>> {
+    plan.has_dlse().then(|| {
+        let from = View::of(Buffer::Dlse, rows, heads);
+        let own = packed.of(builder, &from);
+        if own != from {
+            builder.copy(Lane::Compute, from, own.clone());
+        }
+        Box::new(own)
+    })
+}
+
+/// Parts of a result that are merged: of more than a launch takes, groups first, which are kept in f32.
+pub(crate) struct Parts {
+    count: usize,
+    open: Vec<[View; 2]>,
+    groups: Vec<[View; 2]>,
+}
+
+impl Parts {
+    /// No part yet of so many.
+    pub(crate) fn new(count: usize) -> Parts {
+        Parts { count, open: Vec::new(), groups: Vec::new() }
+    }
+
+    /// Adds O and LSE of a part. Those of a full group are merged at once: their memory is free.
+    pub(crate) fn push(&mut self, builder: &mut Builder, part: [View; 2]) {
+        self.open.push(part);
+        if self.count > Merge::MAX_PARTS && self.open.len() == Merge::MAX_PARTS {
+            self.close(builder);
+        }
+    }
+
+    fn close(&mut self, builder: &mut Builder) {
+        let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| {
+            let shape = Shape { cell: Cell::F32, ..builder.shape(buffer) };
+            let group = builder.scratch(shape);
+            builder.whole(group)
+        });
+        self.groups.push([out.clone(), lse.clone()]);
+        let parts = std::mem::take(&mut self.open);
+        builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks: false });
+    }
+
+    /// Writes the result.
+    pub(crate) fn merge(mut self, builder: &mut Builder, sinks: bool) {
+        if !self.groups.is_empty() && !self.open.is_empty() {
+            self.close(builder);
+        }
+        let parts = if self.groups.is_empty() { self.open } else { self.groups };
+        let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.whole(buffer));
+        builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks });
     }
 }
 

@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use fa_core::Pass;
+use fa_core::{Merge, Pass};
 
 use super::calls::{Call, calls};
 use super::sums::{Term, sum};
-use super::{Packed, joined, nothing, outside};
+use super::{Packed, Parts, dlse, joined, nothing, outside};
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Cell, Lane, Op, Program, Shape, View};
 use crate::shard::{Placed, overlap};
@@ -38,6 +38,7 @@ struct Ring<'a> {
     /// Those of others, of steps in turn.
     others: Vec<[Buffer; 2]>,
     packed: Packed,
+    packed_dlse: Packed,
 }
 
 impl<'a> Ring<'a> {
@@ -57,7 +58,7 @@ impl<'a> Ring<'a> {
             let (from, to) = (builder.whole(from), builder.whole(to));
             builder.copy(Lane::Transfer, from, to);
         }
-        Ring { plan, rank, builder, own, others, packed: Packed::new() }
+        Ring { plan, rank, builder, own, others, packed: Packed::new(), packed_dlse: Packed::new() }
     }
 
     /// The rank whose keys are met at `step`, and the one that meets this rank's.
@@ -105,34 +106,40 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     // A single part is the result, unless sinks join it.
     let sinks = plan.problem().score.sinks;
     let is_result = count == 1 && !sinks;
-    let mut parts = Vec::new();
+    let (mut parts, mut pool, mut number) = (Parts::new(count), Vec::<[Buffer; 2]>::new(), 0);
     for (step, calls) in by_step.into_iter().enumerate() {
         if step > 0 && step + 1 < plan.world() {
             ring.fetch(step + 1);
         }
         let [k, v] = ring.at(step);
-        for Call { rows: own, keys, mask } in calls {
-            let [out, lse] = match is_result {
-                true => [Buffer::Out, Buffer::Lse],
-                false => [ring.like(Buffer::Out, Cell::Own), ring.like(Buffer::Lse, Cell::F32)],
-            };
-            let to = View::of(lse, &own, &heads);
+        for call in calls {
+            let (own, keys) = (&call.rows, &call.keys);
+            let slot = number % Merge::MAX_PARTS;
+            number += 1;
+            if slot == pool.len() {
+                pool.push(match is_result {
+                    true => [Buffer::Out, Buffer::Lse],
+                    false => [ring.like(Buffer::Out, Cell::Own), ring.like(Buffer::Lse, Cell::F32)],
+                });
+            }
+            let [out, lse] = pool[slot];
+            let to = View::of(lse, own, &heads);
             let packed = ring.packed.of(&mut ring.builder, &to);
             ring.builder.push(
                 Lane::Compute,
                 Op::Forward {
-                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
-                    q: View::of(Buffer::Q, &own, &heads),
-                    k: View::of(k, &keys, &kv),
-                    v: View::of(v, &keys, &kv),
-                    out: View::of(out, &own, &heads),
+                    part: call.part(plan, &heads, kv.len()),
+                    q: View::of(Buffer::Q, own, &heads),
+                    k: View::of(k, keys, &kv),
+                    v: View::of(v, keys, &kv),
+                    out: View::of(out, own, &heads),
                     lse: packed.clone(),
                 },
             );
             if packed != to {
                 ring.builder.copy(Lane::Compute, packed, to);
             }
-            for unseen in outside(&rows, &own) {
+            for unseen in outside(&rows, own) {
                 match is_result {
                     true => nothing(&mut ring.builder, &unseen, &heads),
                     false => {
@@ -141,18 +148,48 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
                     }
                 }
             }
-            parts.push([ring.builder.whole(out), ring.builder.whole(lse)]);
+            let part = [out, lse].map(|buffer| ring.builder.whole(buffer));
+            parts.push(&mut ring.builder, part);
         }
     }
     match count {
         0 => nothing(&mut ring.builder, &rows, &heads),
         _ if is_result => {}
-        _ => {
-            let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| ring.builder.whole(buffer));
-            ring.builder.push(Lane::Compute, Op::Merge { parts, out, lse, sinks });
-        }
+        _ => parts.merge(&mut ring.builder, sinks),
     }
     ring.builder.finish()
+}
+
+/// The calls of each step, and whether the gradient of the sinks over its rows is a call's: each row is one
+/// call's alone, of which those with the most rows come first.
+fn with_sinks(plan: &ShardPlan, by_step: Vec<Vec<Call>>) -> Vec<Vec<(Call, bool)>> {
+    let mut covered: Vec<Range<usize>> = Vec::new();
+    let mut of_step = |mut calls: Vec<Call>| -> Vec<(Call, bool)> {
+        if !plan.problem().score.sinks {
+            return calls.into_iter().map(|call| (call, false)).collect();
+        }
+        calls.sort_by_key(|call| std::cmp::Reverse(call.rows.len()));
+        let mut all = Vec::new();
+        for call in calls {
+            let known: Vec<Range<usize>> =
+                covered.iter().filter_map(|rows| overlap(rows, &call.rows)).collect();
+            let mut pieces: Vec<(Range<usize>, bool)> =
+                known.iter().map(|rows| (rows.clone(), false)).collect();
+            let mut first = call.rows.start;
+            for rows in known.iter().chain([&(call.rows.end..call.rows.end)]) {
+                pieces.extend((first < rows.start).then_some((first..rows.start, true)));
+                first = rows.end;
+            }
+            covered = joined(covered.iter().cloned().chain([call.rows.clone()]).collect());
+            match &pieces[..] {
+                [(_, is_new)] => all.push((call, *is_new)),
+                _ => all
+                    .extend(pieces.iter().filter_map(|(rows, is_new)| Some((call.of_rows(rows)?, *is_new)))),
+            }
+        }
+        all
+    };
+    by_step.into_iter().map(&mut of_step).collect()
 }
 
 /// The backward of a rank.
@@ -183,20 +220,33 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     if world > 1 {
         ring.fetch(1);
     }
-    for step in 0..world {
+    // The gradient of the sinks of a call, and of all: sums are of whole vectors.
+    let dsinks = plan.problem().score.sinks.then(|| {
+        [(); 2].map(|()| {
+            let shape = ring.builder.shape(Buffer::Dsinks);
+            let buffer = ring.builder.scratch(Shape { heads: shape.heads.next_multiple_of(8), ..shape });
+            let to = ring.builder.whole(buffer);
+            ring.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
+            buffer
+        })
+    });
+    let by_step = (0..world).map(|step| steps(plan, rank, ring.peers(step).0)).collect();
+    for (step, calls) in with_sinks(plan, by_step).into_iter().enumerate() {
         if step > 0 && step + 1 < world {
             ring.fetch(step + 1);
         }
         let (owner, reader) = ring.peers(step);
         let [k, v] = ring.at(step);
         let mut terms: [Vec<Term>; 2] = [Vec::new(), Vec::new()];
-        for (index, Call { rows: own, keys, mask }) in steps(plan, rank, owner).into_iter().enumerate() {
-            let of = |buffer| View::of(buffer, &own, &heads);
+        for (index, (call, has_sinks)) in calls.into_iter().enumerate() {
+            let (own, keys) = (&call.rows, &call.keys);
+            let of = |buffer| View::of(buffer, own, &heads);
             let lse = ring.packed.of(&mut ring.builder, &of(Buffer::Lse));
             if lse != of(Buffer::Lse) {
                 ring.builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
             }
-            let keyed = |buffer| View::of(buffer, &keys, &kv);
+            let dlse = dlse(plan, &mut ring.builder, &mut ring.packed_dlse, own, &heads);
+            let keyed = |buffer| View::of(buffer, keys, &kv);
             if index == pool.len() {
                 pool.push([Buffer::Dk, Buffer::Dv].map(|buffer| {
                     let shape = ring.builder.shape(buffer);
@@ -204,15 +254,23 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
                 }));
             }
             let parts = pool[index];
+            let mut problem = call.part(plan, &heads, kv.len());
+            problem.problem = problem.problem.with_score(problem.problem.score.with_sinks(has_sinks));
+            let dsinks = dsinks.filter(|_| has_sinks);
             ring.builder.push(
                 Lane::Compute,
                 Op::Backward {
-                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
+                    part: problem,
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
-                    dsinks: None,
+                    dsinks: dsinks.map(|[part, _]| Box::new(View::of(part, &(0..1), &heads))),
+                    dlse,
                 },
             );
+            if let Some(buffers) = dsinks {
+                let [part, to] = buffers.map(|buffer| ring.builder.whole(buffer));
+                ring.builder.push(Lane::Compute, Op::Sum { parts: vec![to.clone(), part], to });
+            }
             // Sums are of one type.
             ring.builder.copy(Lane::Compute, of(part), of(wide));
             let op = Op::Sum { parts: vec![of(dq), of(wide)], to: of(dq) };
@@ -248,6 +306,10 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
                 ring.builder.push(Lane::Transfer, Op::Sum { parts: vec![to.clone(), from], to });
             }
         }
+    }
+    if let Some([_, sum]) = dsinks {
+        let to = ring.builder.whole(Buffer::Dsinks);
+        ring.builder.copy(Lane::Compute, View { buffer: sum, ..to.clone() }, to);
     }
     let lanes = [Lane::Compute, Lane::Transfer, Lane::Transfer];
     for ((from, to), lane) in

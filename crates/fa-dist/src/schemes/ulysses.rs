@@ -206,7 +206,9 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     let inputs = inputs.map(|(own, is_kv)| turn.turned(own, is_kv));
     let results = [(Buffer::Dq, false), (Buffer::Dk, true), (Buffer::Dv, true)];
     let results = results.map(|(own, is_kv)| turn.turned(own, is_kv));
-    let [inputs_at, results_at] = [inputs.each_ref().to_vec(), results.each_ref().to_vec()];
+    let dlse = plan.has_dlse().then(|| turn.turned(Buffer::Dlse, false));
+    let results_at = results.each_ref().to_vec();
+    let inputs_at: Vec<&Turned> = inputs.iter().chain(&dlse).collect();
     turn.turn(&inputs_at);
     let has_sinks = plan.problem().score.sinks;
     if has_sinks {
@@ -220,6 +222,7 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         let op = Op::Backward {
             part,
             dsinks,
+            dlse: dlse.as_ref().map(|turned| Box::new(turn.all(turned, stage))),
             inputs: inputs.each_ref().map(|turned| turn.all(turned, stage)),
             outputs: results.each_ref().map(|turned| turn.all(turned, stage)),
         };

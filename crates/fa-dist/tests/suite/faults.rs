@@ -122,7 +122,7 @@ fn what_cannot_be_is_refused_by_name() {
         |world, scheme| ShardPlan::new(&base, world, scheme, Layout::Zigzag).unwrap_err().to_string();
     assert!(refused(2, Scheme::Ulysses).contains("6 query heads and 3 K/V heads, which 2 does not divide"));
     assert!(refused(0, Scheme::Gather).contains("world = 0: use 1 to 1024"));
-    assert!(refused(17, Scheme::Ring).contains("up to 17 partial results: use gather"));
+    assert!(refused(65, Scheme::Ring).contains("up to 260 partial results: use gather, or at most 64 ranks"));
     let plan = ShardPlan::new(&base, 2, Scheme::Decode, Layout::Contiguous).unwrap();
     assert!(plan.program(2, Pass::Forward).unwrap_err().to_string().contains("rank = 2: use 0 to 1"));
     assert!(plan.program(0, Pass::BACKWARD).unwrap_err().to_string().contains("gradients: use gather"));

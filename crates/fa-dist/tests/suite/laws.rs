@@ -2,13 +2,28 @@
 //! Each visible pair is computed once, every message finds its receiver, and nothing unwritten is read.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Range;
 
-use fa_core::{Mask, Pass, Problem};
-use fa_dist::program::{Buffer, Lane, Op, Program, View};
+use fa_core::{Lengths, Mask, Pass, Problem};
+use fa_dist::program::{Buffer, Lane, Op, Part, Program, View};
 use fa_dist::{Layout, Scheme, ShardPlan};
 use proptest::prelude::*;
 
 use crate::cases::{MASKS, plans, problem};
+
+/// The keys that row `i` sees, of packed sequences those of its own.
+fn seen(mask: Mask, starts: Option<[&[i32]; 2]>, i: usize, (rows, keys): (usize, usize)) -> Range<usize> {
+    let Some([q, k]) = starts else { return mask.keys(i, rows, keys) };
+    let sequence = q.partition_point(|start| *start as usize <= i) - 1;
+    let [own, others] = [q, k].map(|starts| starts[sequence] as usize..starts[sequence + 1] as usize);
+    let found = mask.keys(i - own.start, own.len(), others.len());
+    found.start + others.start..found.end + others.start
+}
+
+/// Where the sequences of a part begin.
+fn starts(part: &Part) -> Option<[&[i32]; 2]> {
+    part.starts.as_ref().map(|starts| starts.each_ref().map(Vec::as_slice))
+}
 
 /// What a row of a head of a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +70,7 @@ impl Rank {
         fill(Buffer::K, keys.clone());
         fill(Buffer::V, keys);
         if pass.is_backward() {
-            for buffer in [Buffer::Out, Buffer::Lse, Buffer::Dout] {
+            for buffer in [Buffer::Out, Buffer::Lse, Buffer::Dout, Buffer::Dlse] {
                 fill(buffer, queries.clone());
             }
         }
@@ -96,33 +111,38 @@ impl Rank {
             Op::Forward { part, q, k, v, out, lse } => {
                 let group = part.problem.group_size();
                 let (rows, keys) = (q.rows.len(), k.rows.len());
-                assert_eq!((part.problem.lengths.max_q(), part.problem.lengths.max_k()), (rows, keys));
+                let lengths = part.problem.lengths;
+                let of_part = match part.starts {
+                    None => (lengths.max_q(), lengths.max_k()),
+                    Some(_) => (lengths.total_q(), lengths.total_k()),
+                };
+                assert_eq!(of_part, (rows, keys));
                 assert_eq!((part.problem.heads_q, part.problem.heads_kv), (q.heads.len(), k.heads.len()));
                 for h in 0..q.heads.len() {
                     for i in 0..rows {
                         let (position, head) =
                             self.row((q.buffer, q.rows.start + i, q.heads.start + h), Buffer::Q);
                         assert_eq!(head, part.heads.start + h);
-                        let mut seen = BTreeSet::new();
-                        for j in part.problem.mask.keys(i, rows, keys) {
+                        let mut found = BTreeSet::new();
+                        for j in seen(part.problem.mask, starts(part), i, (rows, keys)) {
                             let at = |view: &View| {
                                 (view.buffer, view.rows.start + j, view.heads.start + h / group)
                             };
                             let key = self.row(at(k), Buffer::K);
                             assert_eq!(key, self.row(at(v), Buffer::V));
                             assert_eq!(key.1, head / whole.group_size(), "the K/V head of a query head");
-                            assert!(seen.insert(key.0), "a key twice");
+                            assert!(found.insert(key.0), "a key twice");
                         }
-                        let over = |buffer| match seen.is_empty() {
+                        let over = |buffer| match found.is_empty() {
                             true => Held::Empty,
-                            false => Held::OverKeys(buffer, position, head, seen.clone()),
+                            false => Held::OverKeys(buffer, position, head, found.clone()),
                         };
                         self.set((out.buffer, out.rows.start + i, out.heads.start + h), over(Buffer::Out));
                         self.set((lse.buffer, lse.rows.start + i, lse.heads.start + h), over(Buffer::Lse));
                     }
                 }
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv], dsinks } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv], dsinks, dlse } => {
                 let group = part.problem.group_size();
                 let (rows, keys) = (q.rows.len(), k.rows.len());
                 let mut over_queries: HashMap<(usize, usize), BTreeSet<(usize, usize)>> = HashMap::new();
@@ -133,6 +153,9 @@ impl Rank {
                         for (view, buffer) in [(out, Buffer::Out), (lse, Buffer::Lse), (dout, Buffer::Dout)] {
                             assert_eq!(self.row(at(view), buffer), query);
                         }
+                        if let Some(view) = dlse {
+                            assert_eq!(self.row(at(view), Buffer::Dlse), query);
+                        }
                         if let Some(view) = dsinks {
                             let at = (view.buffer, 0, view.heads.start + h);
                             assert_eq!((view.rows.clone(), query.1), (0..1, part.heads.start + h));
@@ -141,20 +164,20 @@ impl Rank {
                             let own = Held::OverQueries(Buffer::Dsinks, 0, query.1, BTreeSet::from([query]));
                             self.set(at, add(known, own));
                         }
-                        let mut seen = BTreeSet::new();
-                        for j in part.problem.mask.keys(i, rows, keys) {
+                        let mut found = BTreeSet::new();
+                        for j in seen(part.problem.mask, starts(part), i, (rows, keys)) {
                             let at = |view: &View| {
                                 (view.buffer, view.rows.start + j, view.heads.start + h / group)
                             };
                             let key = self.row(at(k), Buffer::K);
                             assert_eq!(key, self.row(at(v), Buffer::V));
                             assert_eq!(key.1, query.1 / whole.group_size());
-                            assert!(seen.insert(key.0));
+                            assert!(found.insert(key.0));
                             assert!(over_queries.entry((j, h / group)).or_default().insert(query));
                         }
-                        let held = match seen.is_empty() {
+                        let held = match found.is_empty() {
                             true => Held::Empty,
-                            false => Held::OverKeys(Buffer::Dq, query.0, query.1, seen),
+                            false => Held::OverKeys(Buffer::Dq, query.0, query.1, found),
                         };
                         self.set(at(dq), held);
                     }
@@ -276,14 +299,19 @@ fn execute(plan: &ShardPlan, pass: Pass) -> Vec<Rank> {
 fn check(plan: &ShardPlan, pass: Pass) {
     let problem = plan.problem();
     let (queries, keys) = (plan.queries().len(), plan.keys().len());
-    let mask = problem.mask;
+    let of_plan = plan.starts().map(|starts| [starts, starts]);
+    let seen_by = |query: usize| seen(problem.mask, of_plan, query, (queries, keys));
     let ranks = execute(plan, pass);
     if problem.score.sinks && pass.is_backward() {
         for head in 0..problem.heads_q {
             let all =
                 ranks.iter().fold(Held::Empty, |all, rank| add(all, rank.get((Buffer::Dsinks, 0, head))));
-            let rows = (0..queries).map(|row| (row, head)).collect();
-            assert_eq!(all, Held::OverQueries(Buffer::Dsinks, 0, head, rows), "{plan:?}");
+            let rows: BTreeSet<(usize, usize)> = (0..queries).map(|row| (row, head)).collect();
+            let want = match rows.is_empty() {
+                true => Held::Empty,
+                false => Held::OverQueries(Buffer::Dsinks, 0, head, rows),
+            };
+            assert_eq!(all, want, "{plan:?}");
         }
     }
     for (r, rank) in ranks.into_iter().enumerate() {
@@ -292,7 +320,7 @@ fn check(plan: &ShardPlan, pass: Pass) {
             if pass.is_backward() { &[Buffer::Dq] } else { &[Buffer::Out, Buffer::Lse] };
         for (row, position) in plan.queries().positions(own).enumerate() {
             for head in 0..problem.heads_q {
-                let seen: BTreeSet<usize> = mask.keys(position, queries, keys).collect();
+                let seen: BTreeSet<usize> = seen_by(position).collect();
                 for &buffer in over_keys {
                     let want = match seen.is_empty() {
                         true => Held::Empty,
@@ -309,7 +337,7 @@ fn check(plan: &ShardPlan, pass: Pass) {
         for (row, position) in plan.keys().positions(r).enumerate() {
             for head in 0..problem.heads_kv {
                 let seen: BTreeSet<(usize, usize)> = (0..queries)
-                    .filter(|query| mask.visible(*query, position, queries, keys))
+                    .filter(|query| seen_by(*query).contains(&position))
                     .flat_map(|query| (head * group..(head + 1) * group).map(move |own| (query, own)))
                     .collect();
                 for buffer in [Buffer::Dk, Buffer::Dv] {
@@ -361,12 +389,13 @@ proptest! {
         heads in prop::sample::select(vec![(1, 1), (4, 2), (4, 4), (6, 3), (8, 1)]),
         mask in prop::sample::select(MASKS.to_vec()),
         square in any::<bool>(),
+        has_dlse in any::<bool>(),
         tiles in prop::sample::select(vec![(1, 1), (2, 3)]),
     ) {
         let keys = if square { queries } else { queries.saturating_add_signed(more) };
         let problem = problem(1, (queries, keys), heads, mask);
         for plan in plans(&problem, world) {
-            let plan = plan.with_tiles(tiles.0, tiles.1);
+            let plan = plan.with_tiles(tiles.0, tiles.1).with_dlse(has_dlse);
             for pass in [Pass::Forward, Pass::BACKWARD] {
                 check(&plan, pass);
                 (0..world).for_each(|rank| check_waits(&plan.program(rank, pass).unwrap()));
@@ -374,6 +403,36 @@ proptest! {
         }
         if let Ok(plan) = ShardPlan::new(&problem, world, Scheme::Decode, Layout::Contiguous) {
             check(&plan, Pass::Forward);
+        }
+    }
+
+    #[test]
+    fn each_visible_pair_of_packed_sequences_is_computed_once(
+        world in 1usize..6,
+        cuts in prop::collection::vec(0usize..9, 1..6),
+        heads in prop::sample::select(vec![(1, 1), (4, 2), (6, 3)]),
+        mask in prop::sample::select(vec![Mask::FULL, Mask::CAUSAL, Mask::causal_window(3)]),
+        tiles in prop::sample::select(vec![(1, 1), (2, 3)]),
+        sinks in any::<bool>(),
+    ) {
+        let ends = (0..=cuts.len()).map(|count| cuts[..count].iter().sum::<usize>() as i32);
+        let starts: Vec<i32> = ends.collect();
+        let total: usize = cuts.iter().sum();
+        let longest = cuts.iter().copied().max().unwrap_or(0);
+        let lengths = Lengths::packed(cuts.len(), total, total, longest, longest);
+        let one = problem(1, (total, total), heads, mask).with_lengths(lengths);
+        let problem = one.with_score(one.score.with_sinks(sinks));
+        for (scheme, layout) in [
+            (Scheme::Gather, Layout::Zigzag),
+            (Scheme::Ring, Layout::Zigzag),
+            (Scheme::Ring, Layout::Contiguous),
+        ] {
+            let plan = ShardPlan::packed(&problem, &starts, world, scheme, layout).unwrap();
+            let plan = plan.with_tiles(tiles.0, tiles.1);
+            for pass in [Pass::Forward, Pass::BACKWARD] {
+                check(&plan, pass);
+                (0..world).for_each(|rank| check_waits(&plan.program(rank, pass).unwrap()));
+            }
         }
     }
 
@@ -429,19 +488,38 @@ fn ranks_gradients_of_sinks_are_over_each_row_once() {
             (26, (4, 2), Mask::FULL),
             (3, (4, 4), Mask::CAUSAL),
             (20, (12, 12), Mask::causal_window(5)),
+            (21, (4, 2), Mask::window(3, 4)),
+            (30, (4, 4), Mask::CAUSAL),
         ] {
-            let problem = problem(1, (len, len), heads, mask);
+            // Ranges of rows meet those of several ranks' keys in parts where the lengths differ.
+            let keys = if len == 30 { 41 } else { len };
+            let problem = problem(1, (len, keys), heads, mask);
             let sinks = problem.with_score(problem.score.with_sinks(true));
             let all = plans(&sinks, world);
             assert!(all.len() >= 2);
             for plan in all {
                 check(&plan, Pass::Forward);
-                if plan.scheme() != Scheme::Ring {
-                    check(&plan, Pass::BACKWARD);
-                    (0..world).for_each(|rank| check_waits(&plan.program(rank, Pass::BACKWARD).unwrap()));
-                }
+                check(&plan, Pass::BACKWARD);
+                (0..world).for_each(|rank| check_waits(&plan.program(rank, Pass::BACKWARD).unwrap()));
             }
         }
+    }
+}
+
+#[test]
+fn groups_of_parts_are_over_each_pair_once() {
+    for (world, mask) in [(7, Mask::window(40, 30)), (18, Mask::CAUSAL)] {
+        let problem = problem(1, (90, 90), (2, 1), mask);
+        let plan = ShardPlan::new(&problem, world, Scheme::Ring, Layout::Zigzag).unwrap();
+        for pass in [Pass::Forward, Pass::BACKWARD] {
+            check(&plan, pass);
+            (0..world).for_each(|rank| check_waits(&plan.program(rank, pass).unwrap()));
+        }
+        let merges = |rank: usize| {
+            let program = plan.program(rank, Pass::Forward).unwrap();
+            program.steps.iter().filter(|step| matches!(step.op, Op::Merge { .. })).count()
+        };
+        assert!((0..world).any(|rank| merges(rank) > 1), "{world}");
     }
 }
 

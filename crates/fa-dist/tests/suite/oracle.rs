@@ -2,10 +2,11 @@
 
 use std::thread;
 
+use fa_core::lengths::Side;
 use fa_core::{Dtype, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::compare::compare;
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{Element, Extras, TensorMut, TensorRef, check, reference};
+use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef, check, reference};
 use fa_dist::{
     Error, HostAttention, Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan, Shards, Wire,
 };
@@ -75,6 +76,11 @@ fn gather<T: Clone>(
     }
 }
 
+/// What a forward takes of what both passes do.
+fn forward_alone(given: Arguments<'_>) -> Arguments<'_> {
+    Arguments { extras: Extras { dlse: None, ..given.extras }, ..given }
+}
+
 /// One rank's results: O, LSE, dQ, dK, dV, and the gradient of the sinks.
 type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>);
 
@@ -83,12 +89,12 @@ fn has_gradients(plan: &ShardPlan) -> bool {
     plan.program(0, Pass::BACKWARD).is_ok()
 }
 
-pub(crate) fn rank<T: Wire + Default>(
+pub(crate) fn rank<'a, T: Wire + Default>(
     plan: &ShardPlan,
     transport: MemoryTransport,
     order: Order,
     inputs: &Inputs<T>,
-    extras: &Extras<'_>,
+    extras: impl Into<Arguments<'a>>,
 ) -> Result<Own<T>, Error> {
     let problem = plan.problem();
     let mut own = HostAttention::new(plan, transport)?.with_order(order);
@@ -107,7 +113,9 @@ pub(crate) fn rank<T: Wire + Default>(
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&local[i], local_shape[i]));
     let mut out = vec![T::default(); local[3].len()];
     let mut lse = vec![0.0; shapes[0][0] * shapes[0][2] * shards[0].rows(queries)];
-    own.forward([q, k, v], &mut view_mut(&mut out, local_shape[3]), &mut lse, extras)?;
+    let mut arguments: Arguments<'_> = extras.into();
+    let (dlse, to) = (arguments.extras.dlse, &mut view_mut(&mut out, local_shape[3]));
+    own.forward([q, k, v], to, &mut lse, forward_alone(arguments))?;
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); local[i].len()]);
     let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
     if has_gradients(plan) {
@@ -115,19 +123,33 @@ pub(crate) fn rank<T: Wire + Default>(
         let [dq, dk, dv] = &mut gradients;
         let mut to =
             [view_mut(dq, local_shape[0]), view_mut(dk, local_shape[1]), view_mut(dv, local_shape[2])];
-        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), extras)?;
+        let whole: Vec<f32> = dlse.map_or_else(Vec::new, |dlse| dlse.to_vec());
+        // As O with a head dim of 1, heads before rows.
+        let [batch, all, heads, _] = shapes[3];
+        let by_row = |b: usize, row: usize, head: usize| whole[(b * heads + head) * all + row];
+        let positions: Vec<usize> = shards[3].positions(queries).collect();
+        let cells = (0..batch).flat_map(|b| (0..heads).map(move |head| (b, head)));
+        let own_dlse: Vec<f32> = match whole.is_empty() {
+            true => Vec::new(),
+            false => {
+                cells.flat_map(|(b, head)| positions.iter().map(move |row| by_row(b, *row, head))).collect()
+            }
+        };
+        arguments.extras.dlse = dlse.map(|_| own_dlse.as_slice());
+        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), arguments)?;
     }
     Ok((out, lse, gradients, dsinks))
 }
 
 /// Runs a plan on threads and puts the results together.
-pub(crate) fn run<T: Wire + Default>(
+pub(crate) fn run<'a, T: Wire + Default>(
     plan: &ShardPlan,
     options: &MemoryOptions,
     order: Order,
     inputs: &Inputs<T>,
-    extras: &Extras<'_>,
+    extras: impl Into<Arguments<'a>>,
 ) -> Results<T> {
+    let extras: Arguments<'_> = extras.into();
     let problem = plan.problem();
     let ranks =
         MemoryTransport::run(plan.world(), options, |transport| rank(plan, transport, order, inputs, extras));
@@ -163,7 +185,12 @@ pub(crate) fn run<T: Wire + Default>(
 }
 
 /// One process on the whole problem.
-fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extras<'_>) -> Results<T> {
+fn alone<'a, T: Wire + Default>(
+    problem: &Problem,
+    inputs: &Inputs<T>,
+    extras: impl Into<Arguments<'a>>,
+) -> Results<T> {
+    let extras: Arguments<'_> = extras.into();
     let shapes = [
         check::q_shape(problem),
         check::k_shape(problem),
@@ -174,7 +201,8 @@ fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extr
     let mut out = vec![T::default(); inputs.0[3].len()];
     let mut lse = vec![0.0; check::lse_len(problem)];
     let to = &mut view_mut(&mut out, shapes[3]);
-    tiled::forward_extras(Default::default(), problem, extras, &q, &k, &v, to, Some(&mut lse)).unwrap();
+    tiled::forward_extras(Default::default(), problem, forward_alone(extras), &q, &k, &v, to, Some(&mut lse))
+        .unwrap();
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); inputs.0[i].len()]);
     let given = BackwardInputs { q, k, v, out: view(&out, shapes[3]), lse: &lse, dout };
     let [dq, dk, dv] = &mut gradients;
@@ -186,13 +214,19 @@ fn alone<T: Wire + Default>(problem: &Problem, inputs: &Inputs<T>, extras: &Extr
 }
 
 /// Ranks are as near to the oracle as one process is: within the tolerance of one kernel.
-fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: Order) -> Results<T> {
+fn check_plan<'a, T: Wire + Default>(
+    plan: &ShardPlan,
+    given: impl Into<Arguments<'a>>,
+    order: Order,
+) -> Results<T> {
+    let given = given.into();
     let problem = plan.problem();
     let inputs = inputs::<T>(problem);
     // What the plan knows no call gives.
-    let starts = if plan.starts().is_some() { None } else { extras.cu_seqlens_q };
-    let of_ranks = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..*extras };
-    let found = run(plan, &MemoryOptions::default(), order, &inputs, &of_ranks);
+    let starts = if plan.starts().is_some() { None } else { given.extras.cu_seqlens_q };
+    let extras = Extras { cu_seqlens_q: starts, cu_seqlens_k: starts, ..given.extras };
+    let of_ranks = Arguments { extras, ..given };
+    let found = run(plan, &MemoryOptions::default(), order, &inputs, of_ranks);
     let shapes = [
         check::q_shape(problem),
         check::k_shape(problem),
@@ -200,9 +234,9 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
         check::out_shape(problem),
     ];
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&inputs.0[i], shapes[i]));
-    let exact = reference::forward_extras(problem, extras, &q, &k, &v).unwrap();
+    let exact = reference::forward_extras(problem, forward_alone(given), &q, &k, &v).unwrap();
     let dtype = problem.types.q;
-    let one = alone(problem, &inputs, extras);
+    let one = alone(problem, &inputs, given);
     let name = format!("{} {:?} {}", plan.scheme().name(), plan.queries().layout(), problem.mask);
     let judge = |what: &str, shape: [usize; 4], own: &[T], exact: &[f64], alone: &[T]| {
         if own.is_empty() {
@@ -217,7 +251,7 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
         assert!(near, "{name}: LSE {own} is not {exact}");
     }
     if has_gradients(plan) {
-        let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
+        let exact = reference::backward_extras(problem, given, &q, &k, &v, &dout).unwrap();
         for (own, exact) in found.dsinks.iter().zip(&exact.dsinks) {
             let near = (f64::from(*own) - exact).abs() < 1e-4 * (1.0 + exact.abs());
             assert!(near, "{name}: dsinks {own} is not {exact}");
@@ -319,6 +353,81 @@ fn decode_merges_what_ranks_hold() {
 }
 
 #[test]
+fn decode_takes_the_cache_of_each_rank() {
+    // Pages of a rank, and keys in use of each sequence on each.
+    let (page, pages, most) = (4, 7, 12);
+    let used = [[12, 3], [5, 0], [0, 0], [9, 1]];
+    for (queries, mask) in [(1, Mask::CAUSAL), (3, Mask::FULL)] {
+        for is_paged in [true, false] {
+            let side = if is_paged { Side::paged(page, pages, most) } else { Side::padded(most).with_used() };
+            let score = fa_core::ScoreMod::NONE.with_sinks(true);
+            let local = problem(2, (queries, most), (4, 2), mask)
+                .with_lengths(Lengths::of(2, Side::padded(queries), side))
+                .with_score(score);
+            let sinks = [0.5, -0.25, 0.125, 0.0625];
+            let plan = ShardPlan::new(&local, used.len(), Scheme::Decode, Layout::Contiguous).unwrap();
+            let q = values::<f32>(2 * queries * 4 * 8, 1);
+            let q_shape = [2, queries, 4, 8];
+            let kv_shape = check::k_shape(&local);
+            let table = [6, 0, 3, 1, 5, 2];
+            let caches: Vec<[Vec<f32>; 2]> = (0..used.len() as u64)
+                .map(|rank| [10, 20].map(|seed| values(kv_shape.iter().product(), seed + rank)))
+                .collect();
+            let found = MemoryTransport::run(used.len(), &MemoryOptions::default(), |transport| {
+                let mut own = HostAttention::new(&plan, transport)?;
+                let rank = own.rank();
+                let extras = Extras {
+                    seqused_k: Some(&used[rank]),
+                    page_table: is_paged.then_some(&table),
+                    sinks: Some(&sinks),
+                    ..Extras::NONE
+                };
+                let [k, v] = caches[rank].each_ref().map(|cache| view(cache, kv_shape));
+                let (mut out, mut lse) = (vec![0.0f32; q.len()], vec![0.0; 2 * 4 * queries]);
+                own.forward([view(&q, q_shape), k, v], &mut view_mut(&mut out, q_shape), &mut lse, &extras)?;
+                Ok::<_, Error>((out, lse))
+            });
+            // All keys of all ranks, sequence by sequence.
+            for b in 0..2 {
+                let count: usize = used.iter().map(|own| own[b] as usize).sum();
+                let whole = [0, 1].map(|which| {
+                    let mut all = Vec::new();
+                    for (rank, own) in used.iter().enumerate() {
+                        for row in 0..own[b] as usize {
+                            let (at, within) = match is_paged {
+                                true => (table[b * 3 + row / page] as usize, row % page),
+                                false => (b, row),
+                            };
+                            let first = (at * kv_shape[1] + within) * 2 * 8;
+                            all.extend_from_slice(&caches[rank][which][first..first + 2 * 8]);
+                        }
+                    }
+                    all
+                });
+                let one = problem(1, (queries, count), (4, 2), Mask::FULL).with_score(score);
+                let [k, v] = whole.each_ref().map(|all| view(all, [1, count, 2, 8]));
+                let own_q = view(&q[b * queries * 32..][..queries * 32], [1, queries, 4, 8]);
+                let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+                let exact = reference::forward_extras(&one, &extras, &own_q, &k, &v).unwrap();
+                for result in &found {
+                    let (out, lse) = result.as_ref().unwrap();
+                    let near = |own: &[f32], exact: &[f64]| {
+                        own.iter().zip(exact).all(|(own, exact)| (f64::from(*own) - exact).abs() < 1e-5)
+                    };
+                    assert!(near(&out[b * queries * 32..][..queries * 32], &exact.out));
+                    assert!(near(&lse[b * queries * 4..][..queries * 4], &exact.lse));
+                }
+            }
+        }
+    }
+    let cache = Lengths::of(1, Side::padded(3), Side::paged(4, 8, 16));
+    let local = problem(1, (3, 16), (4, 2), Mask::CAUSAL).with_lengths(cache);
+    let refused = |scheme| ShardPlan::new(&local, 2, scheme, Layout::Contiguous).unwrap_err().to_string();
+    assert!(refused(Scheme::Decode).contains("3 queries under the mask causal on caches: decode one query"));
+    assert!(refused(Scheme::Gather).contains("keys in pages of 4 rows: use decode, or pack"));
+}
+
+#[test]
 fn ulysses_takes_packed_sequences() {
     let starts = [0, 5, 5, 30, 41];
     let square = problem(1, (41, 41), (4, 2), Mask::CAUSAL);
@@ -335,7 +444,11 @@ fn ulysses_takes_packed_sequences() {
     let refused = ShardPlan::new(&latent, 2, Scheme::Decode, Layout::Contiguous).unwrap_err().to_string();
     assert!(refused.contains("does not compute latent problems"), "{refused}");
     for (scheme, part) in [
-        (Scheme::Ring, "ring over 2 ranks does not compute packed sequences: use gather or ulysses"),
+        (Scheme::Ring, "packed sequences of unknown starts: use ShardPlan::packed, or ulysses"),
+        (
+            Scheme::Decode,
+            "decode over 2 ranks does not compute packed sequences: use gather, ulysses or ring",
+        ),
         (Scheme::Gather, "packed sequences of unknown starts: use ShardPlan::packed, or ulysses"),
     ] {
         let refused = ShardPlan::new(&packed, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
@@ -362,13 +475,14 @@ fn packed_sequences_are_dealt_as_one() {
                 for (scheme, layout) in [
                     (Scheme::Gather, Layout::Zigzag),
                     (Scheme::Gather, Layout::Contiguous),
+                    (Scheme::Ring, Layout::Zigzag),
+                    (Scheme::Ring, Layout::Contiguous),
                     (Scheme::Ulysses, Layout::Contiguous),
                 ] {
                     for world in [1, 2, 3, 4] {
                         let is_refused = scheme == Scheme::Ulysses && world == 3
                             || problem.score.alibi.is_some()
-                                && mask == Mask::FULL
-                                && scheme == Scheme::Gather;
+                                && (scheme == Scheme::Ring || mask == Mask::FULL && scheme == Scheme::Gather);
                         match ShardPlan::packed(&problem, starts, world, scheme, layout) {
                             Ok(plan) => {
                                 assert!(!is_refused);
@@ -380,6 +494,24 @@ fn packed_sequences_are_dealt_as_one() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn more_parts_than_a_launch_merges_are_merged_in_groups() {
+    for (world, scheme, lengths, mask) in [
+        (7, Scheme::Ring, (90, 90), Mask::window(40, 30)),
+        (18, Scheme::Ring, (80, 80), Mask::CAUSAL),
+        (40, Scheme::Decode, (2, 300), Mask::CAUSAL),
+    ] {
+        let score = fa_core::ScoreMod::NONE.with_sinks(true);
+        let sinks = [0.5, 0.25, -0.125, 0.0625];
+        let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+        let problem = problem(1, lengths, (4, 2), mask).with_score(score);
+        let plan = ShardPlan::new(&problem, world, scheme, Layout::Zigzag).unwrap();
+        check_plan::<f32>(&plan, &extras, Order::Listed);
+        let refused = ShardPlan::new(&problem, 65, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(refused.contains("up to 260 partial results: use gather, or at most 64 ranks"), "{refused}");
     }
 }
 
@@ -397,7 +529,7 @@ fn packed_sequences_that_contradict_themselves_are_refused() {
     }
     let starts = [0, 5, 30, 41];
     assert!(plan(&square, &starts, Scheme::Gather).contains("packed queries and keys"));
-    assert!(plan(&packed, &starts, Scheme::Ring).contains("packed sequences: use gather or ulysses"));
+    assert!(plan(&packed, &starts, Scheme::Decode).contains("packed sequences: use gather, ulysses or ring"));
     let window = packed.with_mask(Mask::window(3, 3));
     assert!(plan(&window, &starts, Scheme::Gather).contains("use ulysses, or a causal or full mask"));
     let given = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };
@@ -431,25 +563,108 @@ fn slopes_and_sinks_go_with_their_heads() {
         let decode = ShardPlan::new(&decode, world, Scheme::Decode, Layout::Contiguous).unwrap();
         check_plan::<f32>(&decode, &extras, Order::Listed);
     }
-    let ring = ShardPlan::new(&sinks, 2, Scheme::Ring, Layout::Zigzag).unwrap();
-    let refused = ring.program(0, Pass::BACKWARD).unwrap_err().to_string();
-    assert!(refused.contains("gradients of sinks: use gather or ulysses"), "{refused}");
     let unseen = sinks.with_mask(Mask::CAUSAL.with_offset(-2));
     for scheme in [Scheme::Gather, Scheme::Ring] {
         let refused = ShardPlan::new(&unseen, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
         assert!(refused.contains("sinks where queries see no key: use ulysses"), "{refused}");
     }
     plans(&unseen, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
-    let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap();
-    let dropped = square.with_score(dropped.of(square.score).unwrap());
-    let refused = ShardPlan::new(&dropped, 2, Scheme::Gather, Layout::Zigzag).unwrap_err().to_string();
-    assert!(refused.contains("dropout: leave it out, or use one GPU"), "{refused}");
-    let program = fa_core::program::Program::parse("mask = (q - k) % 4 == 0;").unwrap().intern().unwrap();
-    let own = square.with_score(square.score.with_program(Some(program)));
-    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
-        let refused = ShardPlan::new(&own, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
-        assert!(refused.contains("a program of masks or scores: use one GPU"), "{refused}");
+}
+
+#[test]
+fn programs_see_the_numbers_of_the_whole() {
+    let texts = [
+        "mask = (q - k) % 3 == 0;",
+        "array slope: f32[_]; scalar c: f32; score = s - slope[h] * f32(q + off - k) + c * f32(hk * k);",
+        "array bias: f32[_, _, _, _]; score = s + bias[b, h, q, k];",
+        "scalar w: i32; let d = q + off - k; mask = 0 <= d < w; score = s + 0.01 * f32(sk - sq + q);",
+    ];
+    for text in texts {
+        let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+        for (lengths, heads, mask) in [
+            ((40, 40), (4, 2), Mask::FULL),
+            ((40, 40), (4, 4), Mask::CAUSAL),
+            ((24, 33), (4, 2), Mask::causal_window(9)),
+        ] {
+            let plain = problem(2, lengths, heads, mask);
+            let score = plain.score.with_program(Some(program));
+            let dropout = fa_core::Dropout::new(0.3, 7, 11).unwrap();
+            for score in [score, dropout.of(score).unwrap(), dropout.of(plain.score).unwrap()] {
+                let problem = plain.with_score(score);
+                let drawn = fa_core::program::OwnedInputs::drawn(&problem, 5).unwrap();
+                let inputs = drawn.view(&score.program.unwrap()).unwrap();
+                let given = Arguments { program: Some(&inputs), ..Arguments::default() };
+                for world in [1, 2, 3, 4] {
+                    let all = plans(&problem, world);
+                    assert!(all.iter().any(|plan| plan.scheme() == Scheme::Gather));
+                    assert!(all.iter().all(|plan| plan.scheme() != Scheme::Ring && !plan.same_bits()));
+                    for plan in all {
+                        check_plan::<f32>(&plan.with_tiles(8, 8), given, Order::Listed);
+                    }
+                }
+            }
+        }
     }
+}
+
+#[test]
+fn the_gradient_of_the_lse_is_that_of_each_rows_rank() {
+    for (lengths, heads, mask) in [
+        ((40, 40), (4, 2), Mask::CAUSAL),
+        ((37, 37), (4, 4), Mask::window(5, 3)),
+        ((24, 33), (4, 2), Mask::FULL),
+    ] {
+        let problem = problem(2, lengths, heads, mask);
+        let dlse = values::<f32>(2 * heads.0 * lengths.0, 9);
+        let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
+        for world in [1, 2, 3, 4] {
+            for plan in plans(&problem, world) {
+                check_plan::<f32>(&plan.with_dlse(true), &extras, Order::Seeded(1));
+            }
+        }
+        let plan = ShardPlan::new(&problem, 1, Scheme::Ring, Layout::Zigzag).unwrap();
+        for (plan, extras, part) in [
+            (plan.clone(), &extras, "dlse) in this call: use ShardPlan::with_dlse"),
+            (plan.with_dlse(true), &Extras::NONE, "a backward without dlse: give it"),
+        ] {
+            let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+            let inputs = inputs::<f32>(&problem);
+            let refused = rank(&plan, alone, Order::Listed, &inputs, extras).unwrap_err().to_string();
+            assert!(refused.contains(part), "{refused}");
+        }
+    }
+}
+
+#[test]
+fn programs_that_ranks_do_not_compute_are_refused() {
+    let square = problem(1, (40, 40), (4, 2), Mask::CAUSAL);
+    let of = |text: &str| {
+        let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+        square.with_score(square.score.with_program(Some(program)))
+    };
+    let own = of("mask = (q - k) % 4 == 0;");
+    let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap().of(square.score).unwrap();
+    let lengths = Lengths::packed(2, 40, 40, 20, 20);
+    let refused = |problem: &Problem, scheme| {
+        ShardPlan::new(problem, 2, scheme, Layout::Zigzag).unwrap_err().to_string()
+    };
+    assert!(refused(&own, Scheme::Ring).contains("a program of masks or scores: use gather or ulysses"));
+    assert!(refused(&square.with_score(dropped), Scheme::Ring).contains("dropout: use gather or ulysses"));
+    let packed = own.with_lengths(lengths);
+    let plan = ShardPlan::packed(&packed, &[0, 20, 40], 2, Scheme::Gather, Layout::Zigzag);
+    let refused = plan.unwrap_err().to_string();
+    assert!(refused.contains("a program of masks or scores, of packed sequences: use ulysses"), "{refused}");
+    let learned = of("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];");
+    let plan = ShardPlan::new(&learned, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+    let refused = plan.program(0, Pass::BACKWARD).unwrap_err().to_string();
+    assert!(refused.contains("the gradient of the array bias of a program: declare it"), "{refused}");
+    // What does not fit the program of the whole is said of that, not of a part's.
+    let plan =
+        ShardPlan::new(&of("scalar c: f32; score = s + c;"), 1, Scheme::Gather, Layout::Zigzag).unwrap();
+    let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+    let inputs = inputs::<f32>(&square);
+    let refused = rank(&plan, alone, Order::Listed, &inputs, &Extras::NONE).unwrap_err().to_string();
+    assert!(refused.contains("1") && !refused.contains("fa_part"), "{refused}");
 }
 
 #[test]

@@ -1,0 +1,176 @@
+"""Ulysses within ring (USP): the classes and functions of yunchang (long-context-attention), by name and
+arguments. Ranks form a grid: those of a Ulysses group exchange rows for heads, those of a ring group have
+other rows of the same heads."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ._core import InputError, UnsupportedError
+from ._sharded import Options, agree, check, place, shard
+
+_groups = {}
+
+
+def set_seq_parallel_pg(sp_ulysses_degree, sp_ring_degree, rank, world_size, use_ulysses_low=True):
+    """Makes the groups of `LongContextAttention`, for every rank: each block of `sp_ulysses_degree *
+    sp_ring_degree` ranks is a grid, of which neighbours are of one Ulysses group (`use_ulysses_low`), or else
+    of one ring group."""
+    size = sp_ulysses_degree * sp_ring_degree
+    if size < 1 or world_size % size:
+        raise InputError(
+            f"world_size is {world_size} and the degrees {sp_ulysses_degree} and {sp_ring_degree}: their "
+            "product must divide it"
+        )
+    low, high = sp_ulysses_degree, sp_ring_degree
+    if not use_ulysses_low:
+        low, high = high, low
+    made = {}
+    for first in range(0, world_size, size):
+        grid = [list(range(first + row * low, first + (row + 1) * low)) for row in range(high)]
+        for name, members in (("low", grid), ("high", [list(ranks) for ranks in zip(*grid)])):
+            # Every process makes every group.
+            for ranks in members:
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    made[name] = group
+    ulysses, ring = ("low", "high") if use_ulysses_low else ("high", "low")
+    _groups.update(ulysses=made[ulysses], ring=made[ring])
+
+
+def _extract(deal):
+    def extract_local(value, rank, world_size, rd, ud, dim=1, **_):
+        """This rank's rows of a whole tensor: those of its ring group, of which each rank of its Ulysses
+        group has a part."""
+        if not _groups:
+            raise InputError("no groups are set: call set_seq_parallel_pg first")
+        (ring, own), (ulysses, _part) = (place(_groups[name]) for name in ("ring", "ulysses"))
+        if (ring, ulysses) != (rd, ud):
+            raise InputError(f"rd and ud are {rd} and {ud}: the groups have {ring} and {ulysses} ranks")
+        if value.shape[dim] % (ring * ulysses):
+            raise InputError(
+                f"axis {dim} has {value.shape[dim]} rows, which {ring * ulysses} ranks do not divide: pad it"
+            )
+        return shard(deal(value, dim, own, ring), dim, _groups["ulysses"], "contiguous").contiguous()
+
+    return extract_local
+
+
+def _striped(value, dim, own, ring):
+    return value.movedim(dim, 0)[own::ring].movedim(0, dim)
+
+
+basic_extract_local = _extract(lambda value, dim, own, ring: shard(value, dim, _groups["ring"], "contiguous"))
+zigzag_extract_local = _extract(lambda value, dim, own, ring: shard(value, dim, _groups["ring"], "zigzag"))
+stripe_extract_local = _extract(_striped)
+EXTRACT_FUNC_DICT = dict(basic=basic_extract_local, zigzag=zigzag_extract_local, strip=stripe_extract_local)
+
+
+_KINDS = ("fa", "fa3", "flashinfer", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn")
+
+
+def check_kind(attn_type):
+    """yunchang's names of what computes attention, where that is the same attention."""
+    kind = getattr(attn_type, "value", attn_type)
+    if kind is not None and kind not in _KINDS:
+        raise UnsupportedError(f"attn_type is {kind!r}: fa computes attention itself, leave it out")
+
+
+class LongContextAttention(torch.nn.Module):
+    """yunchang's module: q, k and v (batch, rows, heads, head_dim) are this rank's rows, as
+    `EXTRACT_FUNC_DICT[ring_impl_type]` deals them. The ranks of a Ulysses group divide the query heads, and
+    the K/V heads or are a multiple of them. `alibi_slopes`: those of all heads."""
+
+    _STACKED = None
+
+    def __init__(
+        self,
+        scatter_idx=2,
+        gather_idx=1,
+        ring_impl_type="basic",
+        use_pack_qkv=False,
+        use_sync=False,
+        attn_type=None,
+        attn_processor=None,
+    ):
+        super().__init__()
+        heads = 2 if self._STACKED is None else 3
+        if (scatter_idx, gather_idx) != (heads, 1):
+            raise UnsupportedError(
+                f"scatter_idx {scatter_idx} and gather_idx {gather_idx}: heads are axis {heads}, rows axis 1"
+            )
+        if use_pack_qkv or use_sync or attn_processor is not None:
+            raise UnsupportedError(
+                "use_pack_qkv, use_sync and attn_processor: transfers are ordered by streams, leave them out"
+            )
+        check_kind(attn_type)
+        if ring_impl_type not in EXTRACT_FUNC_DICT:
+            raise UnsupportedError(
+                f"ring_impl_type is {ring_impl_type!r}: it must be one of {', '.join(EXTRACT_FUNC_DICT)}"
+            )
+        if not _groups:
+            raise InputError("no groups are set: call set_seq_parallel_pg first")
+        self.ulysses_pg, self.ring_pg = _groups["ulysses"], _groups["ring"]
+        self.ring_impl_type = ring_impl_type
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        # Which imports this file.
+        from . import distributed as over
+
+        check(dropout_p, query=(query, 4), key=(key, 4), value=(value, 4))
+        world, rank = place(self.ulysses_pg)
+        heads_q, heads_kv = query.shape[2], key.shape[2]
+        if heads_q % world or (heads_kv % world and world % heads_kv):
+            raise UnsupportedError(
+                f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks of a Ulysses group, "
+                "which must divide them: use fewer, and more of a ring group"
+            )
+        agree(self.ulysses_pg, query, key, value, self.ring_impl_type, causal, window_size, softcap)
+        of_all = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
+        of_all.check_shapes(query.shape[0], heads_q)
+        own = of_all.of(slice(rank * heads_q // world, (rank + 1) * heads_q // world))
+        if heads_kv < world:
+            key, value = (x.repeat_interleave(world // heads_kv, 2) for x in (key, value))
+        q, k, v = (over.exchanged(x, self.ulysses_pg) for x in (query, key, value))
+        options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, **own)
+        options.update(deterministic=deterministic, group=self.ring_pg)
+        if self.ring_impl_type == "strip":
+            if softcap:
+                raise UnsupportedError("softcap of stripes: use ring_impl_type='zigzag'")
+            out = over.stripe_flash_attn_func(q, k, v, **options)
+        else:
+            layout = "contiguous" if self.ring_impl_type == "basic" else "zigzag"
+            out = over.attention(q, k, v, softcap=softcap, layout=layout, **options)
+        return over.exchanged(out, self.ulysses_pg, back=True)
+
+
+# Transfers are asynchronous anyway.
+AsyncLongContextAttention = LongContextAttention
+
+
+class LongContextAttentionQKVPacked(LongContextAttention):
+    """`LongContextAttention` of (batch, rows, 3, heads, head_dim)."""
+
+    _STACKED = 2
+
+    def __init__(
+        self, scatter_idx=3, gather_idx=1, ring_impl_type="basic", use_sync=False, attn_type=None
+    ):
+        super().__init__(scatter_idx, gather_idx, ring_impl_type, False, use_sync, attn_type)
+
+    def forward(self, qkv, *args, **options):
+        return super().forward(*qkv.unbind(self._STACKED), *args, **options)

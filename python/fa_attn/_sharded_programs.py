@@ -1,0 +1,107 @@
+"""Calls over ranks whose scores or probabilities the caller changes (biases, masks, functions, dropout): a
+rank computes a part, in whose programs queries, keys and heads have the numbers that they have in the
+whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from . import torch as face
+from ._core import UnsupportedError
+from ._dropout import ADVANCE, dropping, numbers_of
+from ._modifications import Extents, Modifications, asked
+from ._options import MODIFICATIONS, call_options, extras_of
+from ._sharded import of_all, summed
+
+
+def modifications(name, q, rows, given):
+    """What the keywords of a call make of its scores; None where they change nothing. Biases and masks are
+    those of the whole: of all queries, keys and heads."""
+    for keyword in given:
+        if keyword not in MODIFICATIONS:
+            raise UnsupportedError(
+                f"{keyword} of {name}: over several ranks it is not computed, leave it out, or use one GPU; "
+                f"options besides those of the signature are {', '.join(MODIFICATIONS)}"
+            )
+    return asked(q, lambda: Extents(q.shape[0], q.shape[2], rows, rows), given)
+
+
+def with_slopes(mods, options):
+    """ALiBi by distances in the whole, behind the soft cap, and what else changes scores; the options are
+    left without both."""
+    slopes, cap, scalars = options.slopes, options.common["softcap"], ()
+    options.slopes = None
+    score = "s"
+    if cap:
+        score, scalars = "fa_cap * tanh(s / fa_cap)", (("fa_cap", float(cap)),)
+        options.common["softcap"] = options.backward["softcap"] = 0.0
+    at = "b, h" if slopes.dim() == 2 else "h"
+    axes = ", ".join("_" * slopes.dim())
+    text = f"array fa_slopes: f32[{axes}];\n" + ("scalar fa_cap: f32;\n" if cap else "")
+    text += f"score = {score} - fa_slopes[{at}] * abs(q + off - k);"
+    own = Modifications((text,), ("fa_slopes",), (slopes.detach().float(),), scalars)
+    return own if mods is None else own.joined(mods)
+
+
+class _OfAll(torch.autograd.Function):
+    """The rows of all ranks in the order of the sequence, whose gradients are summed by float32."""
+
+    @staticmethod
+    def forward(ctx, x, group, dealing):
+        ctx.given = group, dealing
+        parts = of_all(dealing.padded(x, 1), group, dist.get_world_size(group))
+        return torch.cat(dealing.in_order(parts, 1), 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        group, dealing = ctx.given
+        return summed(gradient.float(), group, dealing).to(gradient.dtype), None, None
+
+
+def computed(q, k, v, mods, parts, spans, group, dealing, options):
+    """(out, lse) of this rank's rows. K and V of all ranks are kept for the backward."""
+    k, v = (_OfAll.apply(x, group, dealing) for x in (k, v))
+    firsts = {rows.start: first for rows, first in spans}
+    extras = extras_of(alibi_slopes=options.slopes, sinks=options.sinks)
+    made = {}
+    for rows, seen, _, mask in parts:
+        own = mods.moved(
+            dict(q=firsts[rows.start], k=seen.start), dict(sq=dealing.rows, sk=dealing.rows, off=0)
+        )
+        keys, values, numbers = k[:, seen], v[:, seen], options.numbers(mask)
+        made[rows.start] = face.attention(q[:, rows], keys, values, numbers, extras, mods=own)
+    outs, lses = zip(*(made[start] for start in sorted(made)))
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def dropout_state(q, batch, heads, p, rng_state, group):
+    """(seed, offset), int64, of a call of the whole: the first rank's, or the caller's."""
+    threshold = numbers_of(p)[1]
+    if rng_state is not None:
+        mods = dropping(None, q, lambda: Extents(batch, heads, 1, 1), p, rng_state)
+        return mods.arrays[0][:2]
+    state = torch.ops.fa_attn.dropout_state(q.detach(), threshold, batch * heads)
+    dist.broadcast(state, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+    return state[:2]
+
+
+def by_sequence(q, k, v, numbers, given, mods, drop, heads):
+    """Attention of whole sequences for some heads: `heads` are the first of them and the number of all. With
+    dropout (`drop`: its probability and state) one sequence after the other, as the bits of a head follow
+    from its number. `given`: the tensors of the heads."""
+    defaults = dict(softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False)
+    numbers = call_options(*{**defaults, **numbers, "query_offset": numbers.get("query_offset")}.values())
+    if drop is None:
+        return face.attention(q, k, v, numbers, extras_of(**given), mods=mods)[0]
+    (first, count), (p, state), outs = heads, drop, []
+    for at in range(q.shape[0]):
+        one = [x[at : at + 1] for x in (q, k, v)]
+        own = None if mods is None else mods.moved(dict(b=at))
+        extents = Extents(1, q.shape[2], q.shape[1], k.shape[1])
+        moved = state + torch.tensor([0, ADVANCE * (at * count + first)]).to(state.device)
+        dropped = dropping(own, one[0], lambda: extents, p, moved)
+        of_one = {name: x[at : at + 1] if x.dim() > 1 else x for name, x in given.items()}
+        outs.append(face.attention(*one, numbers, extras_of(**of_one), mods=dropped)[0])
+    return torch.cat(outs)
