@@ -339,29 +339,24 @@ impl<'py> Given<'py> {
         let alibi =
             extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
-        let problem = Problem::new(
-            Lengths::of(sequences, side_q, side_k),
-            (heads_q, heads_kv),
-            (head_dim, head_dim_v),
-            types,
-        )
-        .with_descales(
-            Descales::new(
-                descale_form(&extras.k_descale, side_k, sequences),
-                descale_form(&extras.v_descale, side_k, sequences),
+        let lengths = Lengths::of(sequences, side_q, side_k);
+        let score = ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some());
+        let (mask, score) = match program {
+            Some(program) => program.posed(options.mask(), score, &lengths)?,
+            None => (options.mask(), score),
+        };
+        let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
+            .with_descales(
+                Descales::new(
+                    descale_form(&extras.k_descale, side_k, sequences),
+                    descale_form(&extras.v_descale, side_k, sequences),
+                )
+                .with_q(of_q),
             )
-            .with_q(of_q),
-        )
-        .with_latent(options.latent)
-        .with_mask(options.mask())
-        .with_softmax_scale(options.scale)
-        .with_score(
-            ScoreMod::NONE
-                .with_softcap(softcap)
-                .with_alibi(alibi)
-                .with_sinks(extras.sinks.is_some())
-                .with_program(program.as_ref().map(|own| own.program)),
-        );
+            .with_latent(options.latent)
+            .with_mask(mask)
+            .with_softmax_scale(options.scale)
+            .with_score(score);
         for (extra, value) in extras.iter().filter(|(extra, _)| is_argument(*extra)) {
             if let (Value::F32(view), Some(axes)) = (value, extra.axes_of(&problem)) {
                 check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;

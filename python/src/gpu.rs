@@ -242,7 +242,8 @@ impl Device {
         let Given { q, k, v, beside, program, .. } = given;
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
-        extras.program = program.as_ref().map(CallProgram::raw);
+        let of_kernel = entry.kernel.spec().score.program;
+        extras.program = program.as_ref().filter(|_| of_kernel.is_some()).map(CallProgram::raw);
         match (&entry.kernel, to) {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
                 let workspace = self.workspace(forward.workspace_bytes(), &stream, from)?;

@@ -12,7 +12,6 @@ use fa_cpu::append::CacheMut;
 use fa_cpu::{KvRef, TensorMut, TensorRef};
 use pyo3::prelude::*;
 
-use crate::call_program::CallProgram;
 use crate::dlpack::{Type, View};
 use crate::error::{InputError, raised};
 use crate::given::{Beside, Given};
@@ -59,9 +58,9 @@ pub(crate) fn run(
 ) -> PyResult<()> {
     let call = engine()?.bind(problem, pass).map_err(raised)?;
     match problem.types.wide() {
-        Dtype::F32 => run_in::<f32>(py, given, &call, to),
-        Dtype::F16 => run_in::<f16>(py, given, &call, to),
-        Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
+        Dtype::F32 => run_in::<f32>(py, given, problem, &call, to),
+        Dtype::F16 => run_in::<f16>(py, given, problem, &call, to),
+        Dtype::Bf16 => run_in::<bf16>(py, given, problem, &call, to),
         dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
             Err(InputError::new_err(format!("nothing computes in {dtype}")))
         }
@@ -71,12 +70,14 @@ pub(crate) fn run(
 fn run_in<T: fa_attn::Element>(
     py: Python<'_>,
     given: &Given<'_>,
+    problem: &Problem,
     call: &fa_attn::Call,
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let Given { q, k, v, beside, program, .. } = given;
     let extras = extras(beside);
-    let inputs = program.as_ref().map(CallProgram::inputs).transpose()?;
+    let of_problem = program.as_ref().zip(problem.score.program);
+    let inputs = of_problem.map(|(own, program)| own.inputs(program)).transpose()?;
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {

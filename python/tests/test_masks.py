@@ -205,6 +205,30 @@ def test_masks_and_scores_are_the_formula(options, wanted):
     check(func, options, wanted)
 
 
+@pytest.mark.parametrize(
+    "program, built_in",
+    [
+        (dict(score_mod="20 * tanh(s / 20)"), dict(softcap=20.0)),
+        (dict(score_mod=soft_cap, mask_mod="k <= q + off"), dict(softcap=2.0, causal=True)),
+        (dict(mask_mod="0 <= q + off - k < 8"), dict(causal=True, window_size=(7, 0))),
+        (
+            dict(mask_mod="abs(q + off - k) <= 3", alibi_slopes=SLOPES),
+            dict(window_size=(3, 3), alibi_slopes=SLOPES),
+        ),
+    ],
+)
+def test_bands_and_soft_caps_are_the_built_in_ones(program, built_in):
+    q, k, v = draw(B, SQ, H, D), draw(B, SK, HK, D), draw(B, SK, HK, D)
+    dout = draw(B, SQ, H, D)
+    found = []
+    for options in (program, built_in):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fa_attn.flash_attn_func(*inputs, **options)
+        found.append((out, *torch.autograd.grad(out, inputs, dout)))
+    for got, want in zip(*found):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_beside_a_float_bias(dtype):
     check(func, dict(bias=BIAS), "bias", dtype, atol=2e-2)

@@ -43,6 +43,7 @@ struct Score {
     score: f32,
     slope: f32,
     by_parts: f32,
+    by_exponents: f32,
     gradients: [f32; 64],
     /// First and last query, first and last key.
     tile: [i32; 4],
@@ -59,6 +60,7 @@ impl Score {
             score: 0.0,
             slope: 0.0,
             by_parts: 0.0,
+            by_exponents: 0.0,
             gradients: [0.0; 64],
             tile,
             state: 0,
@@ -66,8 +68,8 @@ impl Score {
     }
 }
 
-const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, by_parts; \
-                            float gradients[64]; int tile[4]; int state; };\n";
+const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, by_parts, \
+                            by_exponents; float gradients[64]; int tile[4]; int state; };\n";
 
 /// The offset of the mask that a program joins.
 const OFFSET: i32 = 3;
@@ -83,9 +85,12 @@ extern \"C\" void program_N(const fa::ProgramParams* params, Score* x) {
     const auto row = mods.row(at[3]);
     const auto column = mods.column(at[4]);
     x->visible = mods.mask(row, column);
-    x->by_parts = x->score = mods.score(x->s, row, column);
+    x->by_exponents = x->by_parts = x->score = mods.score(x->s, row, column);
     if constexpr (fa::Mods_N::kAffine) {
         x->by_parts = x->s * mods.gain(row, column) + mods.addend(row, column);
+    }
+    if constexpr (fa::Mods_N::kAdditive) {
+        x->by_exponents = (x->s * fa::kLog2e + mods.exponent(row, column)) * fa::kLn2;
     }
     x->slope = mods.slope(x->s, row, column);
     GRADIENTS
@@ -164,6 +169,7 @@ fn difference(score: &Score, f32s: &Outcome, f64s: &Outcome) -> Option<String> {
     let numbers = [
         (score.score, f32s.score, f64s.score),
         (score.by_parts, f32s.score, f64s.score),
+        (score.by_exponents, f32s.score, f64s.score),
         (score.slope, f32s.slope, f64s.slope),
     ];
     for (header, f32s, f64s) in numbers.into_iter().chain(gradients.map(|((&a, &b), c)| (c, a, b))) {

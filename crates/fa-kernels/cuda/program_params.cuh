@@ -43,6 +43,8 @@ struct BlockMapParams {
     int heads;
     // Query heads that share the tiles of one of these.
     int head_group;
+    // Tiles of each list, at most, whose visible pairs are kept as bits behind the lists; 0 for none.
+    int kept;
 };
 static_assert(sizeof(BlockMapParams) == 40 && alignof(BlockMapParams) == 8);
 static_assert(FA_OFFSETOF(BlockMapParams, lists) == 0);
@@ -52,6 +54,7 @@ static_assert(FA_OFFSETOF(BlockMapParams, columns) == 20);
 static_assert(FA_OFFSETOF(BlockMapParams, batches) == 24);
 static_assert(FA_OFFSETOF(BlockMapParams, heads) == 28);
 static_assert(FA_OFFSETOF(BlockMapParams, head_group) == 32);
+static_assert(FA_OFFSETOF(BlockMapParams, kept) == 36);
 
 // The gradients of a program's arrays; backward only.
 struct ArrayGradientParams {

@@ -1,5 +1,6 @@
 //! How a program's score depends on the score that it is given.
 
+use super::cuda_names::Rate;
 use super::error::ProgramProblem;
 use super::graph::Graph;
 use super::node::{Binary, Node, NodeId, Unary};
@@ -110,4 +111,47 @@ fn line_of(
         | Node::Binary(..)
         | Node::Select(..) => None,
     })
+}
+
+/// `x` times log2(e), where it costs nothing for each score if it can: in a factor or a term that is made less
+/// often.
+pub(super) fn in_exponents(graph: &mut Graph, x: NodeId) -> Result<NodeId, ProgramProblem> {
+    let log2e = graph.float(std::f32::consts::LOG2_E)?;
+    let mut absorbed: Vec<Option<NodeId>> = Vec::with_capacity(x.index() + 1);
+    for index in 0..=x.index() {
+        let id = NodeId(index as u16);
+        let own = |x: NodeId| absorbed[x.index()];
+        let made = if graph.ty(id) != Type::F32 {
+            None
+        } else if Rate::of(graph.deps[index]).is_kept() {
+            Some(graph.binary(Binary::Mul, id, log2e)?)
+        } else {
+            match graph.nodes[index] {
+                Node::Unary(Unary::Neg, x) => own(x).map(|x| graph.unary(Unary::Neg, x)).transpose()?,
+                Node::Binary(op @ Binary::Mul, a, b) => match (own(a), own(b)) {
+                    (Some(a), _) => Some(graph.binary(op, a, b)?),
+                    (None, Some(b)) => Some(graph.binary(op, a, b)?),
+                    (None, None) => None,
+                },
+                Node::Binary(op @ Binary::Div, a, b) => own(a).map(|a| graph.binary(op, a, b)).transpose()?,
+                Node::Binary(op @ (Binary::Add | Binary::Sub), a, b) => {
+                    own(a).zip(own(b)).map(|(a, b)| graph.binary(op, a, b)).transpose()?
+                }
+                Node::Select(c, a, b) => {
+                    own(a).zip(own(b)).map(|(a, b)| graph.select(c, a, b)).transpose()?
+                }
+                Node::Const(_)
+                | Node::Var(_)
+                | Node::Scalar(_)
+                | Node::Load(..)
+                | Node::Unary(..)
+                | Node::Binary(..) => None,
+            }
+        };
+        absorbed.push(made);
+    }
+    match absorbed[x.index()] {
+        Some(made) => Ok(made),
+        None => graph.binary(Binary::Mul, x, log2e),
+    }
 }

@@ -10,8 +10,8 @@ use super::affine::ScoreClass;
 use super::ahead::{Ahead, AheadForm};
 use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
 use super::cuda_tiles::{reads_pairs, tile_state};
-use super::node::{Const, Node, NodeId};
-use super::types::{Element, Var};
+use super::node::{Binary, Const, Node, NodeId, Unary};
+use super::types::{Element, Type, Var};
 use super::whole::Program;
 use crate::Dropout;
 
@@ -29,8 +29,22 @@ struct Part {
     bits: bool,
 }
 
+/// The number of an integer that counts keys and queries one by one: along a tile it is a first number and
+/// a step, whose sum is exact below 2^24 and spares a conversion for each score.
+#[derive(Clone, Copy)]
+struct Counted {
+    /// The conversion, the integer, and whether its magnitude counts.
+    id: NodeId,
+    of: NodeId,
+    magnitude: bool,
+    /// What the integer grows by with the query, and with the key.
+    by_query: i32,
+    by_key: i32,
+}
+
 struct Printer<'a> {
     program: &'a Program,
+    counted: Vec<Counted>,
     /// Whether a node is needed by a result.
     used: Vec<bool>,
     /// Whether it is kept in a struct: made at its rate, used at another.
@@ -44,6 +58,7 @@ impl Program {
     pub fn cuda(&self) -> String {
         let mut printer = Printer {
             program: self,
+            counted: Vec::new(),
             used: vec![false; self.nodes().len()],
             kept: vec![false; self.nodes().len()],
             parts: Vec::new(),
@@ -68,6 +83,7 @@ impl Program {
             }
             Some(ScoreClass::General) | None => {}
         }
+        functions.extend(self.exponent().map(|node| ("exponent".to_owned(), node)));
         for (i, gradient) in self.gradients().iter().enumerate() {
             functions.push((format!("gradient_{i}"), gradient.slope));
         }
@@ -101,6 +117,10 @@ impl Printer<'_> {
             let id = NodeId(index as u16);
             let rate = self.rate(id);
             let node = self.node(id);
+            if let Some(counted) = self.count_of(id) {
+                self.counted.push(counted);
+                continue;
+            }
             for operand in node.operands() {
                 self.used[operand.index()] = true;
                 let own = self.rate(operand);
@@ -112,6 +132,97 @@ impl Printer<'_> {
                 && !rate.is_kept()
             {
                 self.find_parts(id, usize::from(array), &indices);
+            }
+        }
+    }
+
+    /// A conversion that is a first number and steps.
+    fn count_of(&self, id: NodeId) -> Option<Counted> {
+        let Node::Unary(Unary::ToF32, whole) = self.node(id) else { return None };
+        if self.rate(id) != Rate::Pair || self.program.ty(whole) != Type::I32 {
+            return None;
+        }
+        let (of, magnitude) = match self.node(whole) {
+            Node::Unary(Unary::Abs, x) => (x, true),
+            Node::Const(_)
+            | Node::Var(_)
+            | Node::Scalar(_)
+            | Node::Load(..)
+            | Node::Unary(..)
+            | Node::Binary(..)
+            | Node::Select(..) => (whole, false),
+        };
+        let (by_query, by_key) = self.steps(of, 8)?;
+        (by_query.abs() == 1 && by_key.abs() == 1).then_some(Counted { id, of, magnitude, by_query, by_key })
+    }
+
+    /// What an integer grows by with the query, and with the key, if that is the same everywhere.
+    fn steps(&self, id: NodeId, nested: u32) -> Option<(i32, i32)> {
+        let nested = nested.checked_sub(1)?;
+        match self.node(id) {
+            Node::Const(_) | Node::Scalar(_) => Some((0, 0)),
+            Node::Var(Var::Q) => Some((1, 0)),
+            Node::Var(Var::K) => Some((0, 1)),
+            Node::Var(_) => Some((0, 0)),
+            Node::Unary(Unary::Neg, x) => {
+                let (q, k) = self.steps(x, nested)?;
+                Some((-q, -k))
+            }
+            Node::Binary(op @ (Binary::Add | Binary::Sub), a, b) => {
+                let sign = if op == Binary::Add { 1 } else { -1 };
+                let (a, b) = (self.steps(a, nested)?, self.steps(b, nested)?);
+                Some((a.0 + sign * b.0, a.1 + sign * b.1))
+            }
+            Node::Unary(..) | Node::Binary(..) | Node::Load(..) | Node::Select(..) => None,
+        }
+    }
+
+    /// An integer of these operations at a query and a key.
+    fn count_at(&self, id: NodeId, query: &str, key: &str) -> String {
+        match self.node(id) {
+            Node::Var(Var::Q) => query.to_owned(),
+            Node::Var(Var::K) => key.to_owned(),
+            Node::Unary(op, x) => unary(op, Type::I32, &self.count_at(x, query, key)),
+            Node::Binary(op, a, b) => {
+                binary(op, Type::I32, &self.count_at(a, query, key), &self.count_at(b, query, key), None)
+            }
+            Node::Const(_) | Node::Var(_) | Node::Scalar(_) | Node::Load(..) | Node::Select(..) => {
+                self.value(id, Rate::Tile)
+            }
+        }
+    }
+
+    /// Rows and columns that have the first numbers and steps of what is counted along a tile.
+    fn counts(&mut self) {
+        if self.counted.is_empty() {
+            return;
+        }
+        self.text
+            .push_str("\n    // Numbers that grow by one along a tile, from its first key or query on.\n");
+        self.text.push_str("    struct Counts {};\n");
+        for (name, index, other, is_row) in [("Row", "q", "k", true), ("Column", "k", "q", false)] {
+            let own = name.to_lowercase();
+            // With the other's first the number is there, with one's own first the step.
+            for (function, parameter, has_first) in
+                [("counted", format!("first_{other}"), true), ("stepped", format!("first_{index}"), false)]
+            {
+                let _ = writeln!(
+                    self.text,
+                    "    __device__ __forceinline__ {name} {function}_{own}(int {index}, int {parameter}) \
+                     const {{\n        {name} {own} = this->{own}({index});"
+                );
+                for counted in self.counted.clone() {
+                    let number = if has_first {
+                        let (query, key) = if is_row { (index, &*parameter) } else { (&*parameter, index) };
+                        format!("static_cast<float>({})", self.count_at(counted.of, query, key))
+                    } else {
+                        let step = if is_row { counted.by_query } else { counted.by_key };
+                        let sign = if step < 0 { "-" } else { "" };
+                        format!("{sign}static_cast<float>({index} - {parameter})")
+                    };
+                    let _ = writeln!(self.text, "        {own}.c{} = {number};", counted.id.index());
+                }
+                let _ = writeln!(self.text, "        return {own};\n    }}");
             }
         }
     }
@@ -153,12 +264,18 @@ impl Printer<'_> {
         if self.kept_bits().is_some() {
             self.text.push_str("    struct WeightsByBits {};\n");
         }
+        if self.never_hides() {
+            self.text.push_str("    struct NeverHides {};\n");
+        }
         let _ = writeln!(self.text, "    static constexpr int kGradients = {};\n", program.gradients().len());
         self.text.push_str("    const ProgramParams& params;\n    int b, h, hk, sq, sk, off;\n");
         self.fields(Rate::Tile, "    ");
         for (name, index, rate) in [("Row", "q", Rate::Row), ("Column", "k", Rate::Column)] {
             let _ = writeln!(self.text, "    struct {name} {{\n        int {index};");
             self.fields(rate, "        ");
+            for counted in &self.counted {
+                let _ = writeln!(self.text, "        float c{};", counted.id.index());
+            }
             self.text.push_str("    };\n");
         }
         self.text.push_str(
@@ -176,8 +293,17 @@ impl Printer<'_> {
                  {own};\n        {own}.{index} = {index};"
             );
             self.makes(rate);
+            for counted in self.counted.clone() {
+                let number = if rate == Rate::Row {
+                    format!("static_cast<float>({})", self.count_at(counted.of, "q", "0"))
+                } else {
+                    format!("{}static_cast<float>(k)", if counted.by_key < 0 { "-" } else { "" })
+                };
+                let _ = writeln!(self.text, "        {own}.c{} = {number};", counted.id.index());
+            }
             let _ = writeln!(self.text, "        return {own};\n    }}");
         }
+        self.counts();
         let functions = program.functions();
         for (name, root) in &functions {
             self.function(name, *root);
@@ -190,6 +316,7 @@ impl Printer<'_> {
             ("slope", "float", "float, ", "1.f"),
             ("gain", "float", "", "1.f"),
             ("addend", "float", "", "0.f"),
+            ("exponent", "float", "", "0.f"),
         ] {
             if functions.iter().all(|(own, _)| own != name) {
                 let _ = writeln!(
@@ -205,6 +332,28 @@ impl Printer<'_> {
         }
         self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
+    }
+
+    /// Whether no score can be -inf: what is added has neither elements of rows or keys, which may be, nor
+    /// operations that lead there from numbers of a common size.
+    fn never_hides(&self) -> bool {
+        let Some(ScoreClass::Additive { addend }) = self.program.class() else { return false };
+        let mut needed = vec![false; addend.index() + 1];
+        needed[addend.index()] = true;
+        (0..needed.len()).rev().all(|index| {
+            if !needed[index] {
+                return true;
+            }
+            let id = NodeId(index as u16);
+            self.node(id).operands().for_each(|x| needed[x.index()] = true);
+            match self.node(id) {
+                Node::Const(value) => !matches!(value, Const::F32(bits) if !f32::from_bits(bits).is_finite()),
+                Node::Load(..) => self.rate(id) == Rate::Tile,
+                Node::Unary(op, _) => !matches!(op, Unary::Log | Unary::Log2 | Unary::Rsqrt),
+                Node::Binary(op, ..) => op != Binary::Div,
+                Node::Var(_) | Node::Scalar(_) | Node::Select(..) => true,
+            }
+        })
     }
 
     /// Of weights that dropout's bits choose: the load of a bit, and the two weights.
@@ -326,7 +475,7 @@ impl Printer<'_> {
 
     fn function(&mut self, name: &str, root: NodeId) {
         let ty = cuda_type(self.program.ty(root));
-        let takes_score = !matches!(name, "mask" | "weight" | "gain" | "addend");
+        let takes_score = !matches!(name, "mask" | "weight" | "gain" | "addend" | "exponent");
         let score = if takes_score { "float s, " } else { "" };
         let _ = writeln!(
             self.text,
@@ -342,7 +491,7 @@ impl Printer<'_> {
         needed[root.index()] = true;
         for index in (0..needed.len()).rev() {
             let id = NodeId(index as u16);
-            if needed[index] && !self.rate(id).is_kept() && given != Some(id) {
+            if needed[index] && !self.rate(id).is_kept() && given != Some(id) && !self.is_counted(id) {
                 self.node(id).operands().for_each(|x| needed[x.index()] = true);
             }
         }
@@ -404,6 +553,15 @@ impl Printer<'_> {
             load.index()
         );
         self.body(score, Some(load));
+        if let Some(exponent) = self.program.exponent() {
+            let _ = writeln!(
+                self.text,
+                "    __device__ __forceinline__ float exponent(const Row& row, const Column& column, float \
+                 n{}) const {{",
+                load.index()
+            );
+            self.body(exponent, Some(load));
+        }
     }
 
     /// A node's value as code at `rate` names it.
@@ -424,7 +582,15 @@ impl Printer<'_> {
         }
     }
 
+    fn is_counted(&self, id: NodeId) -> bool {
+        self.counted.iter().any(|counted| counted.id == id)
+    }
+
     fn expression(&self, id: NodeId, at: Rate) -> String {
+        if let Some(counted) = self.counted.iter().find(|counted| counted.id == id) {
+            let sum = format!("row.c{0} + column.c{0}", id.index());
+            return if counted.magnitude { format!("abs_of({sum})") } else { sum };
+        }
         let value = |x: NodeId| self.value(x, at);
         match self.node(id) {
             Node::Const(_) | Node::Var(_) | Node::Scalar(_) => value(id),

@@ -25,6 +25,7 @@
 
 mod affine;
 mod ahead;
+mod built_in;
 mod cuda;
 mod cuda_names;
 mod cuda_tiles;
@@ -53,6 +54,7 @@ mod whole;
 
 pub use affine::ScoreClass;
 pub use ahead::{Ahead, AheadForm};
+pub use built_in::Band;
 pub use cuda::{HEADER, WEIGHTS};
 pub use derive::Gradient;
 pub use error::{ProgramError, ProgramProblem};

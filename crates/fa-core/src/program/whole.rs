@@ -24,6 +24,7 @@ pub struct Program {
     weight: Option<NodeId>,
     slope: Option<NodeId>,
     class: Option<ScoreClass>,
+    exponent: Option<NodeId>,
     gradients: Vec<Gradient>,
     pub(super) text: String,
     hash: u64,
@@ -108,6 +109,11 @@ impl Program {
         self.class
     }
 
+    /// What an additive program adds to scores as exponents of 2; `None` for other programs.
+    pub fn exponent(&self) -> Option<NodeId> {
+        self.exponent
+    }
+
     /// The derivatives by the loads of arrays that want a gradient.
     pub fn gradients(&self) -> &[Gradient] {
         &self.gradients
@@ -141,9 +147,13 @@ impl Program {
         let (slope, gradients) =
             derived.map_or((None, Vec::new()), |(slope, gradients)| (Some(slope), gradients));
         let class = score.map(|score| affine::class(&mut graph, score)).transpose()?;
+        let exponent = match class {
+            Some(ScoreClass::Additive { addend }) => Some(affine::in_exponents(&mut graph, addend)?),
+            Some(ScoreClass::Affine { .. } | ScoreClass::General) | None => None,
+        };
         graph.finish();
         let hash = graph::fnv(text.as_bytes());
-        Ok(Program { graph, own, mask, score, weight, slope, class, gradients, text, hash })
+        Ok(Program { graph, own, mask, score, weight, slope, class, exponent, gradients, text, hash })
     }
 
     fn joined(&self, other: &Program) -> Result<Program, ProgramProblem> {
@@ -203,7 +213,7 @@ fn refuse_gradients(graph: &Graph, weight: NodeId) -> Result<(), ProgramProblem>
 }
 
 /// `program`'s own nodes in `graph`, whose arrays and scalars include its own, with `s` as the score.
-fn copied(program: &Program, graph: &mut Graph, s: NodeId) -> Result<Results, ProgramProblem> {
+pub(super) fn copied(program: &Program, graph: &mut Graph, s: NodeId) -> Result<Results, ProgramProblem> {
     let mut places: Vec<NodeId> = Vec::with_capacity(program.own);
     for &node in &program.graph.nodes[..program.own] {
         let at = |x: NodeId| places[x.index()];

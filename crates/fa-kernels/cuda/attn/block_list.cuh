@@ -23,11 +23,35 @@ struct BlockEntry {
     __device__ __forceinline__ bool full() const { return word >> 31 != 0; }
 };
 
+// Threads that read a mask as bits (attn/mask_bits.cuh), and words of bits of a tile; 0 for kernels that
+// evaluate the mask themselves.
+constexpr int mask_bit_threads(const Sm90FwdConfig& config) { return 128 * config.num_wg; }
+constexpr int mask_bit_threads(const Sm90BwdConfig& config) { return 128 * config.num_wg; }
+template <class Config>
+constexpr int mask_bit_threads(const Config&) {
+    return 0;
+}
+template <auto C>
+constexpr int mask_tile_words() {
+    constexpr int kThreads = mask_bit_threads(C);
+    if constexpr (kThreads > 0) return ceil_div(C.tile_m * C.tile_n / kThreads, 32) * kThreads;
+    return 0;
+}
+
+// Words from the beginning of a list of at most `most` tiles to its bits, and to the next list.
+__device__ __forceinline__ int list_entries(int most) { return (1 + most + 31) / 32 * 32; }
+template <int TileWords>
+__device__ __forceinline__ int list_words(const BlockMapParams& map, int most) {
+    if constexpr (TileWords > 0) return list_entries(most) + map.kept * TileWords;
+    return most + 1;
+}
+
 // A list in device memory: its length, then its entries.
 struct ListedBlocks {
     const u32* list;
 
     __device__ __forceinline__ static ListedBlocks of(const u32* list) { return {list}; }
+    __device__ __forceinline__ const u32* words() const { return list; }
     __device__ __forceinline__ int count() const { return list[0]; }
     __device__ __forceinline__ BlockEntry entry(int i) const { return {list[1 + i]}; }
     __device__ __forceinline__ int at(int i) const { return entry(i).block(); }
@@ -43,6 +67,8 @@ struct ListedBlocks {
 // Without a list: tile i is at place i.
 struct CountedBlocks {
     __device__ __forceinline__ static CountedBlocks of(const u32*) { return {}; }
+    __device__ __forceinline__ static const u32* words() { return nullptr; }
+    __device__ __forceinline__ static int count() { return 0; }
     __device__ __forceinline__ static int at(int i) { return i; }
     __device__ __forceinline__ static bool full(int) { return true; }
     __device__ __forceinline__ static int rank(int) { return 0; }
@@ -57,23 +83,23 @@ __device__ __forceinline__ i64 map_slot(const BlockMapParams& map, int batch, in
 }
 
 // The tiles of keys that tile `m_block` of the queries visits; forward.
-template <class Params>
+template <int TileWords = 0, class Params>
 __device__ __forceinline__ Blocks key_list(const Params& params, int batch, int head, int m_block) {
     if constexpr (kMaskProgram) {
         const BlockMapParams& map = map_of(params);
         const i64 row = map_slot(map, batch, head) * map.rows + m_block;
-        return Blocks::of(map.lists + row * (map.columns + 1));
+        return Blocks::of(map.lists + row * list_words<TileWords>(map, map.columns));
     }
     return Blocks::of(nullptr);
 }
 
 // The tiles of queries that visit tile `n_block` of the keys; backward.
-template <class Params>
+template <int TileWords = 0, class Params>
 __device__ __forceinline__ Blocks query_list(const Params& params, int batch, int kv_head, int n_block) {
     if constexpr (kMaskProgram) {
         const BlockMapParams& map = map_of(params);
         const i64 column = map_slot(map, batch, kv_head) * map.columns + n_block;
-        return Blocks::of(map.lists + column * (map.rows + 1));
+        return Blocks::of(map.lists + column * list_words<TileWords>(map, map.rows));
     }
     return Blocks::of(nullptr);
 }

@@ -20,6 +20,7 @@ struct MapRules {
     int tile_n;
     bool varied, backward;
     bool last_keys_first;  // the order in which tiles of keys add to dQ
+    int tile_words;        // of bits
 };
 
 // States of tiles until they are listed. Of an open one nothing is known yet.
@@ -95,8 +96,9 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
     const auto seqlen = Seqlen<R.varied>::of(params, batch);
     const Visibility<R.mask, R.varied> visible{params.shape, seqlen};
     const int first = row * tile_queries, last = min(first + tile_queries, seqlen.q()) - 1;
-    u32* const states = R.backward ? map.tiles + i64(cta_index()) * map.columns
-                                   : map.lists + i64(cta_index()) * (map.columns + 1) + 1;
+    u32* const states = R.backward
+                            ? map.tiles + i64(cta_index()) * map.columns
+                            : map.lists + i64(cta_index()) * list_words<R.tile_words>(map, map.columns) + 1;
     const int warp = thread_index() / 32, warps = cta_threads() / 32, lane = lane_index();
     BlockRange band{0, 0, 0, 0};
     if (first <= last) band = key_blocks<R.tile_n>(visible, first, last);
@@ -149,14 +151,14 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
 }
 
 // A warp for each tile of keys of each map: lists the tiles of queries that visit it.
-template <class Params>
+template <MapRules R, class Params>
 __device__ __forceinline__ void list_queries(const Params& params) {
     const BlockMapParams& map = map_of(params);
     const int item = (cta_index() * cta_threads() + thread_index()) / 32, lane = lane_index();
     if (item >= map.batches * map.heads * map.columns) return;
     const int n_block = item % map.columns, slot = item / map.columns;
     const u32* const states = map.tiles + i64(slot) * map.rows * map.columns + n_block;
-    u32* const list = map.lists + i64(item) * (map.rows + 1);
+    u32* const list = map.lists + i64(item) * list_words<R.tile_words>(map, map.rows);
     int total = 0;
 #pragma unroll 1
     for (int base = 0; base < map.rows; base += 32) {

@@ -51,6 +51,15 @@ constexpr bool weighs_by_bits() {
     return false;
 }
 
+// Whether its change of scores hides no key.
+template <class M = Mods>
+constexpr bool never_hides() {
+    if constexpr (requires { typename M::NeverHides; }) {
+        return true;
+    }
+    return false;
+}
+
 // How the score's program reads an array before the scores are there.
 template <class M = Mods>
 constexpr AheadForm ahead_form() {
@@ -109,7 +118,34 @@ struct ScorePlace {
     }
 
     __device__ __forceinline__ Mods mods(const ProgramParams& params, int row) const {
-        return Mods(params, batch, head[row], head[row] / group, queries, keys, offset);
+        const int own = row == 0 ? head[0] : head[1];
+        return Mods(params, batch, own, own / group, queries, keys, offset);
+    }
+
+    // A row, and a column, of the tile whose first ones these are.
+    template <class M>
+    __device__ __forceinline__ auto row_of(const M& mods, int row) const {
+        if constexpr (requires { typename M::Counts; }) {
+            if constexpr (Transposed) {
+                return mods.stepped_row(row, query[0]);
+            } else {
+                return mods.counted_row(row, key);
+            }
+        } else {
+            return mods.row(row);
+        }
+    }
+    template <class M>
+    __device__ __forceinline__ auto column_of(const M& mods, int column) const {
+        if constexpr (requires { typename M::Counts; }) {
+            if constexpr (Transposed) {
+                return mods.counted_column(column, query[0]);
+            } else {
+                return mods.stepped_column(column, key);
+            }
+        } else {
+            return mods.column(column);
+        }
     }
 
     // Calls `body` with the register of each score, the program of its head, its row and its column.
@@ -117,21 +153,37 @@ struct ScorePlace {
     __device__ __forceinline__ void for_each(const ProgramParams& params, const Body& body) const {
         const Mods first = mods(params, 0);
         if constexpr (Transposed) {
-            const Mods::Column columns[2] = {first.column(key), first.column(key + 8)};
+            const Mods::Column columns[2] = {column_of(first, key), column_of(first, key + 8)};
 #pragma unroll
             for (int c = 0; c < N / 2; ++c) {
-                const Mods::Row row = first.row(query[0] + 8 * (c / 2) + c % 2);
+                const Mods::Row row = row_of(first, query[0] + 8 * (c / 2) + c % 2);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) body(4 * (c / 2) + 2 * r + c % 2, first, row, columns[r]);
             }
         } else {
             const Mods second = mods(params, 1);
-            const Mods::Row rows[2] = {first.row(query[0]), second.row(query[1])};
+            const Mods::Row rows[2] = {row_of(first, query[0]), row_of(second, query[1])};
 #pragma unroll
             for (int c = 0; c < N / 2; ++c) {
                 const int at = 4 * (c / 2) + c % 2, k = key + 8 * (c / 2) + c % 2;
-                body(at, first, rows[0], first.column(k));
-                body(at + 2, second, rows[1], second.column(k));
+                body(at, first, rows[0], column_of(first, k));
+                body(at + 2, second, rows[1], column_of(second, k));
+            }
+        }
+    }
+
+    // The same of registers [begin, end) in a loop, which needs few registers.
+    template <class Body>
+    __device__ __forceinline__ void in_turn(const ProgramParams& params, int begin, int end,
+                                            const Body& body) const {
+#pragma unroll 1
+        for (int i = begin; i < end; ++i) {
+            const int row = i / 2 % 2, along = i / 4 * 8 + i % 2;
+            const Mods own = mods(params, Transposed ? 0 : row);
+            if constexpr (Transposed) {
+                body(i, own, row_of(own, query[0] + along), column_of(own, key + 8 * row));
+            } else {
+                body(i, own, row_of(own, row == 0 ? query[0] : query[1]), column_of(own, key + along));
             }
         }
     }
@@ -282,27 +334,50 @@ struct Ahead {
     }
 };
 
-// Changes and masks scores. A score program turns products into scores, as exponents of which a natural unit
-// has `unit`; those below the range of exponents hide their keys, as -inf does. `masks` where the program
-// hides keys of the tile.
+// Turns products into scores, as exponents of which a natural unit has `unit`; those below the range of
+// exponents hide their keys, as -inf does.
+template <int N, class Params, class Place>
+__device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const Place& place,
+                                              const Ahead<Place, N>& ahead, float unit) {
+    place.template for_each<N>(programs_of(params),
+                               [&](int i, const auto& mods, const auto& row, const auto& column) {
+                                   const float product = s[i] * params.score.scale;
+                                   if constexpr (Ahead<Place, N>::kReads) {
+                                       s[i] = mods.score(product, row, column, ahead.at(i)) * unit;
+                                   } else {
+                                       s[i] = mods.score(product, row, column) * unit;
+                                   }
+                               });
+}
+
+// The same to exponents of 2.
+template <int N, class Params, class Place, class M = Mods>
+__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const Place& place,
+                                             const Ahead<Place, N>& ahead) {
+    if constexpr (M::kScore && M::kAdditive) {
+        place.template for_each<N>(programs_of(params),
+                                   [&](int i, const auto& mods, const auto& row, const auto& column) {
+                                       if constexpr (Ahead<Place, N>::kReads) {
+                                           const float added = mods.exponent(row, column, ahead.at(i));
+                                           s[i] = fmaf(s[i], params.score.scale_log2, added);
+                                       } else {
+                                           const float added = mods.exponent(row, column);
+                                           s[i] = fmaf(s[i], params.score.scale_log2, added);
+                                       }
+                                   });
+    } else if constexpr (M::kScore) {
+        change_scores(s, params, place, ahead, kLog2e);
+    }
+}
+
+// Changes scores, and hides keys where `masks`: where the program hides keys of the tile.
 template <int N, class Params, class Place>
 __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const Place& place,
                                                const Ahead<Place, N>& ahead, float unit, bool masks) {
-    const ProgramParams& programs = programs_of(params);
-    if constexpr (kScoreProgram) {
-        place.template for_each<N>(programs,
-                                   [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                       const float product = s[i] * params.score.scale;
-                                       if constexpr (Ahead<Place, N>::kReads) {
-                                           s[i] = mods.score(product, row, column, ahead.at(i)) * unit;
-                                       } else {
-                                           s[i] = mods.score(product, row, column) * unit;
-                                       }
-                                   });
-    }
+    if constexpr (kScoreProgram) change_scores(s, params, place, ahead, unit);
     if constexpr (kMaskProgram) {
         if (masks) {
-            place.template for_each<N>(programs,
+            place.template for_each<N>(programs_of(params),
                                        [&](int i, const auto& mods, const auto& row, const auto& column) {
                                            s[i] = mods.mask(row, column) ? s[i] : minus_infinity();
                                        });
@@ -332,6 +407,24 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
 #pragma unroll
         for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
         apply_programs(part, params, own, ahead, unit, masks);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
+    }
+}
+
+// to_exponents() without anything read ahead.
+template <int N, class Params, class Place>
+__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const Place& place) {
+    constexpr int kPart = Ahead<Place, N>::kReads ? part_of<N>() : N;
+#pragma unroll
+    for (int begin = 0; begin < N; begin += kPart) {
+        const Place own = place.after(2 * begin);
+        Ahead<Place, kPart> ahead;
+        ahead.read(programs_of(params), own);
+        float part[kPart];
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
+        to_exponents(part, params, own, ahead);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }

@@ -4,6 +4,7 @@
 #include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/programs.cuh"
 #include "attn/query_range.cuh"
 #include "attn/score_mod.cuh"
@@ -16,6 +17,7 @@
 #include "ptx/atomic.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/special.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/wgmma.cuh"
@@ -35,6 +37,53 @@ struct BwdPlaces {
     u32 keys_phase = 0;
 };
 
+// The scores of a thread in block `b` of a warpgroup's part of a tile of S, as programs see them.
+template <Sm90BwdConfig C>
+__device__ __forceinline__ ScorePlace<C.sdp_swap_ab> bwd_place(const ShapeParams& shape,
+                                                               const Seqlen<C.varied>& seqlen, int batch,
+                                                               int head, int m_block, int n_block, int b,
+                                                               int wg, int warp, int lane) {
+    using Cut = typename BwdTraits<C>::CutS;
+    const int row = Cut::first_m(wg) + 64 * b + 16 * warp + lane / 4;
+    const int column = Cut::first_n(wg) + 2 * (lane % 4);
+    const int query = m_block * C.tile_m + (C.sdp_swap_ab ? column : row);
+    const int key = n_block * C.tile_n + (C.sdp_swap_ab ? row : column);
+    const int queries = seqlen.q(), keys = seqlen.k();
+    return {batch, queries, keys, keys - queries, shape.group_size, {head, head}, {query, query + 8}, key};
+}
+
+// The bits of a program's mask that a consumer's thread reads.
+template <Sm90BwdConfig C>
+using BwdMaskBits = MaskBits<BwdTraits<C>::S::kRegisters, BwdTraits<C>::S::kBlocks, BwdTraits<C>::kConsumers>;
+
+// Several CTAs for each list of tiles of queries, each of as many threads as there are consumers: the bits of
+// the tiles that have some.
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void keep_mask_bits(const BwdParams& params) {
+    const BlockMapParams& map = map_of(params);
+    const int ctas = cta_count() / (map.batches * map.heads * map.columns);
+    const int list = cta_index() / ctas, slot = list / map.columns, n_block = list % map.columns;
+    const int batch = slot / map.heads, head = slot % map.heads;
+    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.rows);
+    const ListedBlocks blocks = ListedBlocks::of(entries);
+    const auto seqlen = Seqlen<C.varied>::of(params, batch);
+    const int warp = thread_index() / 32, lane = lane_index();
+#pragma unroll 1
+    for (int i = cta_index() % ctas; i < min(blocks.count(), map.kept); i += ctas) {
+        if (blocks.full(i)) continue;
+        BwdMaskBits<C> bits;
+        bits.clear();
+#pragma unroll
+        for (int b = 0; b < BwdTraits<C>::S::kBlocks; ++b) {
+            bits.find(programs_of(params),
+                      bwd_place<C>(params.shape, seqlen, batch, head, blocks.at(i), n_block, b, warp / 4,
+                                   warp % 4, lane),
+                      b);
+        }
+        bits.write(entries, map.rows, i, thread_index());
+    }
+}
+
 // A consumer warpgroup: its accumulators, and its part of a step's products.
 template <Sm90BwdConfig C>
 struct BwdConsumer {
@@ -44,6 +93,7 @@ struct BwdConsumer {
     using Dk = typename T::Dk;
     using Dv = typename T::Dv;
     using Dq = typename T::Dq;
+    using MaskWords = BwdMaskBits<C>;
     static constexpr int kWords = S::kRegisters / 2;  // registers of P or dS, packed, per block of 64 rows
 
     BwdStorage<C>& smem;
@@ -57,6 +107,7 @@ struct BwdConsumer {
 
     BwdPlaces<C> places;
     bool accumulate = false;
+    MaskWords bits;
 
     float s[S::kBlocks][S::kRegisters];
     float dp[S::kBlocks][S::kRegisters];
@@ -171,27 +222,22 @@ struct BwdConsumer {
 
     // Block `b` of a tile of S, as programs see it.
     __device__ __forceinline__ ScorePlace<C.sdp_swap_ab> place_of(int b, int head, int m_block) const {
-        const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
-        const int column = column_of_s() + 2 * (lane % 4);
-        const int query = m_block * C.tile_m + (C.sdp_swap_ab ? column : row);
-        const int key = tile.n_block * C.tile_n + (C.sdp_swap_ab ? row : column);
-        const int queries = visible.seqlen.q(), keys = visible.seqlen.k();
-        return {tile.batch,         queries, keys, keys - queries, params.shape.group_size, {head, head},
-                {query, query + 8}, key};
+        return bwd_place<C>(params.shape, visible.seqlen, tile.batch, head, m_block, tile.n_block, b, wg,
+                            warp, lane);
     }
 
-    // Turns products into probabilities P of a tile of queries, in place; `masks` where the mask's program
-    // hides keys of it. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
+    // Turns products into probabilities P of a tile of queries, in place, but for the keys that `bits`
+    // hide. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
     // p_words, and its product with the slope stays.
-    __device__ __forceinline__ void to_probabilities(int head, int m_block, bool masks, float slope) {
+    __device__ __forceinline__ void to_probabilities(int head, int m_block, float slope) {
         const ScoreMod<C.softcap> score_mod{params.score};
-        if constexpr (kScoreSlope) return to_sloped_probabilities(head, m_block, masks);
+        if constexpr (kScoreSlope) return to_sloped_probabilities(head, m_block);
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             score_mod.apply(s[b]);
             if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
-            if constexpr (kMaskProgram || kScoreProgram)
-                apply_programs(s[b], params, place_of(b, head, m_block), kLog2e, masks);
+            if constexpr (kScoreProgram) to_exponents(s[b], params, place_of(b, head, m_block));
+            if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place_of(b, head, m_block));
         }
         mask_band(m_block);
         const float scale_log2 = C.alibi || kScoreProgram ? 1.f : score_mod.to_log2();
@@ -204,7 +250,14 @@ struct BwdConsumer {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     float& x = s[b][4 * i + j];
-                    x = kScoreProgram ? probability(x, lse[j]) : exp2_approx(fmaf(x, scale_log2, -lse[j]));
+                    if constexpr (kScoreProgram && never_hides()) {
+                        // Rows past the end have finite exponents: no product of zeros is another number.
+                        x = exp2_approx(min_or_nan(x - lse[j], 0.f));
+                    } else if constexpr (kScoreProgram) {
+                        x = probability(x, lse[j]);
+                    } else {
+                        x = exp2_approx(fmaf(x, scale_log2, -lse[j]));
+                    }
                 }
             }
         }
@@ -229,13 +282,14 @@ struct BwdConsumer {
     }
 
     // The same with a program that has a slope.
-    __device__ __forceinline__ void to_sloped_probabilities(int head, int m_block, bool masks) {
+    __device__ __forceinline__ void to_sloped_probabilities(int head, int m_block) {
         float slopes[S::kBlocks][S::kRegisters];
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             const auto place = place_of(b, head, m_block);
             slopes_of(slopes[b], s[b], params, place);
-            apply_programs(s[b], params, place, kLog2e, masks);
+            to_exponents(s[b], params, place);
+            if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place);
         }
         mask_band(m_block);
 #pragma unroll
@@ -257,7 +311,7 @@ struct BwdConsumer {
     }
 
     // Computes dS = P (dP - dPsum), overwriting dP.
-    __device__ __forceinline__ void differentiate(int head, int m_block, float slope) {
+    __device__ __forceinline__ void differentiate(int head, int m_block, bool masks, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             if constexpr (weighs()) weigh(dp[b], params, place_of(b, head, m_block));
@@ -273,13 +327,20 @@ struct BwdConsumer {
                 for (int j = 0; j < 4; ++j) {
                     const float p = s[b][4 * i + j];
                     float ds = p * (dp[b][4 * i + j] - dpsum[j]);
-                    if constexpr (kMaskProgram || kScoreProgram) ds = p == 0.f ? 0.f : ds;
+                    if constexpr (kScoreProgram && !never_hides()) ds = p == 0.f ? 0.f : ds;
                     if constexpr (C.softcap) {
                         const float capped = C.alibi ? lse[j] - bias[4 * i + j] : lse[j];
                         const float factor = ScoreMod<C.softcap>{params.score}.slope(p, capped);
                         ds = p > 0.f ? ds * factor : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
+                }
+            }
+            // A key that no program's change of scores hides is hidden in tiles that the mask parts alone.
+            if constexpr (kMaskProgram && (!kScoreProgram || never_hides())) {
+                if (masks) {
+#pragma unroll
+                    for (int i = 0; i < S::kRegisters; ++i) dp[b][i] = s[b][i] == 0.f ? 0.f : dp[b][i];
                 }
             }
         }
@@ -389,17 +450,29 @@ struct BwdConsumer {
         }
     }
 
+    // Reads what the mask's program leaves of the tile of queries at a place of the list.
+    __device__ __forceinline__ void read_bits(const Blocks& blocks, int place) {
+        if constexpr (kMaskProgram) {
+            const BlockMapParams& map = map_of(params);
+            bits.read(map, blocks.words(), map.rows, place, blocks.full(place), thread_index() - 128);
+        }
+    }
+
     // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
-    __device__ __forceinline__ void step(int head, int m_block, bool masks, float slope) {
+    // The bits of the tile of queries at `next` are read for the next step.
+    __device__ __forceinline__ void step(const Blocks& blocks, int head, int place, int next, float slope) {
+        const int m_block = blocks.at(place);
         smem.q_bars.wait_full(places.q);
         issue_s();
         smem.do_bars.wait_full(places.dout);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        to_probabilities(head, m_block, masks, slope);
+        to_probabilities(head, m_block, slope);
+        const bool masks = kMaskProgram && bits.masks;
+        read_bits(blocks, next);
         wgmma::wait<0>();
-        differentiate(head, m_block, slope);
+        differentiate(head, m_block, masks, slope);
         if constexpr (!kScoreSlope) pack_p(head, m_block);
         pack_words(ds_words, dp);
         wait_pds_free();
@@ -436,13 +509,15 @@ struct BwdConsumer {
     __device__ __forceinline__ void main_loop() {
         mbarrier_wait(smem.k_full, places.keys_phase);
         mbarrier_wait(smem.v_full, places.keys_phase);
-        const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
+        const Blocks blocks =
+            query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
+        if (range.begin < range.end) read_bits(blocks, query_block<C>(range, walk, range.begin));
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
             for (int i = range.begin; i < range.end; ++i) {
-                const int place = query_block<C>(range, walk, i);
-                step(head, blocks.at(place), !blocks.full(place), slope);
+                const int next = i + 1 < range.end ? i + 1 : range.begin;
+                step(blocks, head, query_block<C>(range, walk, i), query_block<C>(range, walk, next), slope);
             }
         }
         if (T::kDqAhead && accumulate) announce_dq();

@@ -37,7 +37,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     const int walk = work.walk;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
-    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
+    const Blocks blocks = query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
     const bool first_is_stored =
         C.varied
             ? stores_dq<C>(params)
@@ -130,7 +130,7 @@ __device__ __forceinline__ void bwd_take_turns(const BwdParams& params,
                                                const BwdWork<C>& work, int wg) {
     const auto& tile = work.tile;
     const BlockRange& range = work.range;
-    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
+    const Blocks blocks = query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
     const bool elected = elect_one();
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {

@@ -181,7 +181,8 @@ struct BwdWork {
             work.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, work.tile.batch);
         }
         const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
-        const Blocks blocks = query_list(params, work.tile.batch, work.tile.kv_head, work.tile.n_block);
+        const Blocks blocks =
+            query_list<mask_tile_words<C>()>(params, work.tile.batch, work.tile.kv_head, work.tile.n_block);
         work.range = blocks.within(query_blocks<C.tile_m, C.tile_n>(visible, work.tile.n_block * C.tile_n));
         work.walk = query_walk<C>(params, work.tile, seqlen.k(), work.range);
         return work;

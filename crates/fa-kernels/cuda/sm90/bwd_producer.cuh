@@ -43,7 +43,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     using T = BwdTraits<C>;
     const auto& tile = work.tile;
     const BlockRange& range = work.range;
-    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
+    const Blocks blocks = query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
     auto& q_state = loads.q_state;
     auto& do_state = loads.do_state();
     // Loads rows from `row` on of a head. With lengths on the device the sequence has `len` rows and starts

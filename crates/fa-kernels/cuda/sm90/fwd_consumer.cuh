@@ -5,6 +5,7 @@
 #include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/programs.cuh"
 #include "attn/row_place.cuh"
 #include "attn/rows.cuh"
@@ -98,6 +99,38 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     } else {
         softmax.sum[0] += block_sum[0];
         softmax.sum[1] += block_sum[1];
+    }
+}
+
+// The bits of a program's mask that a consumer's thread reads.
+template <Sm90FwdConfig C>
+using FwdMaskBits = MaskBits<C.tile_n / 2, 1, 128 * C.num_wg>;
+
+// Several CTAs for each list of tiles of keys, each of as many threads as there are consumers: the bits of
+// the tiles that have some.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void keep_mask_bits(const FwdParams& params) {
+    const BlockMapParams& map = map_of(params);
+    const int ctas = cta_count() / (map.batches * map.heads * map.rows);
+    const int list = cta_index() / ctas, slot = list / map.rows, m_block = list % map.rows;
+    const int batch = slot / map.heads, head = slot % map.heads;
+    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.columns);
+    const ListedBlocks blocks = ListedBlocks::of(entries);
+    const auto seqlen = Seqlen<C.varied>::of(params, batch);
+    const int warp = thread_index() / 32, lane = lane_index();
+    const int row = m_block * fa::tile_rows<C.pack_gqa, C.tile_m>(params) + 16 * warp + lane / 4;
+    const int count = blocks.count();
+#pragma unroll 1
+    for (int i = cta_index() % ctas; i < min(count, map.kept); i += ctas) {
+        const int place = count - 1 - i;
+        if (blocks.full(place)) continue;
+        FwdMaskBits<C> bits;
+        bits.clear();
+        bits.find(programs_of(params),
+                  row_place<C.pack_gqa>(params.shape, seqlen, batch, head, row,
+                                        blocks.at(place) * C.tile_n + 2 * (lane % 4)),
+                  0);
+        bits.write(entries, map.columns, i, thread_index());
     }
 }
 
@@ -228,7 +261,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const auto seqlen = tiles.seqlen_of(params, tile);
         const VisibleKeys<C> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
-        const Blocks blocks = key_list(params, tile.batch, tile.head, tile.m_block);
+        const Blocks blocks = key_list<mask_tile_words<C>()>(params, tile.batch, tile.head, tile.m_block);
         const BlockRange all = tile_blocks<C>(params, visible, tile, blocks);
         BlockRange range = all;
         if constexpr (C.skips_blocks) range = warpgroup_blocks<C>(params, visible, rows, tile, all, 64 * wg);
@@ -253,11 +286,21 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         // What a program reads of the tile of keys at place `i`, issued before the wait for its products.
         Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
+        FwdMaskBits<C> mask_bits;
         auto read_ahead = [&](int i) {
             if constexpr (kScoreProgram) {
                 ahead.read(programs_of(params),
                            row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                  blocks.at(i) * C.tile_n + own_column));
+            }
+        };
+        // The bits of the mask's program, a tile of keys before they are needed.
+        auto read_mask_bits = [&](int i) {
+            if constexpr (kMaskProgram) {
+                const BlockMapParams& map = map_of(params);
+                if (i < range.begin) return;
+                mask_bits.read(map, blocks.words(), map.columns, blocks.count() - 1 - i, blocks.full(i),
+                               thread_index() - 128);
             }
         };
 
@@ -270,7 +313,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (kMaskProgram || kScoreProgram) {
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                          n_block * C.tile_n + own_column);
-                apply_programs(s, params, place, ahead, kLog2e, !blocks.full(i));
+                if constexpr (kScoreProgram) to_exponents(s, params, place, ahead);
+                if constexpr (kMaskProgram) mask_bits.hide(s, 0, programs_of(params), place);
+                read_mask_bits(i - 1);
             }
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
@@ -303,6 +348,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
             }
             read_ahead(n_block);
+            read_mask_bits(n_block);
             wgmma::wait<0>();
             release_k();
             modify(n_block);

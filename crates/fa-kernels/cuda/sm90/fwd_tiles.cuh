@@ -209,7 +209,7 @@ struct LoadTile {
     __device__ __forceinline__ LoadTile(const FwdParams& params, const TileSource<C>& tiles, int index,
                                         int heads)
         : tile(tiles.tile_of(params, index, heads)), seqlen(tiles.seqlen_of(params, tile)),
-          blocks(key_list(params, tile.batch, tile.head, tile.m_block)),
+          blocks(key_list<mask_tile_words<C>()>(params, tile.batch, tile.head, tile.m_block)),
           range(tile_blocks<C>(params, VisibleKeys<C>{params.shape, seqlen}, tile, blocks)),
           kv_head(C.pack_gqa ? tile.head : tile.head / params.shape.group_size) {}
 

@@ -41,6 +41,8 @@ param_struct! {
         pub heads: i32,
         /// Query heads that share the tiles of one of these.
         pub head_group: i32,
+        /// Tiles of each list, at most, whose visible pairs are kept as bits behind the lists; 0 for none.
+        pub kept: i32,
     }
 }
 

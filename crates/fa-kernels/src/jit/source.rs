@@ -93,6 +93,25 @@ pub(crate) const LISTS: &str = "fa_lists";
 /// Threads of a CTA of [`LISTS`]: a warp a tile of keys.
 pub(crate) const LISTS_THREADS: u32 = 128;
 
+/// The entry after these of kernels that read the pairs which a mask leaves as bits (`attn/mask_bits.cuh`).
+pub(crate) const MASK_BITS: &str = "fa_mask_bits";
+
+/// Threads of a CTA of [`MASK_BITS`]: the kernel's consumers. `None` for kernels that evaluate the mask
+/// themselves.
+pub(crate) fn mask_bits_threads(spec: &KernelSpec) -> Option<u32> {
+    if !spec.score.masks() {
+        return None;
+    }
+    match spec.kernel {
+        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Some(spec.threads() - 128),
+        Kernel::Sm80Fwd(_)
+        | Kernel::Sm80Bwd(_)
+        | Kernel::Sm90FwdFp8(_)
+        | Kernel::Sm90Wide(_)
+        | Kernel::Sm100Fwd(_) => None,
+    }
+}
+
 /// The entries of a backward whose program reads arrays that want gradients, one for each of
 /// [`program::Program::gradients`].
 pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
@@ -157,6 +176,7 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (COMBINE, spec.split),
         (MAP, spec.score.masks()),
         (LISTS, spec.score.masks() && is_backward),
+        (MASK_BITS, mask_bits_threads(spec).is_some()),
     ];
     let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
     all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
@@ -423,13 +443,22 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = writeln!(
             text,
             "\nconstexpr MapRules map_rules{{config.mask, config.tile_n, config.varied, {backward}, \
-             {last_first}}};"
+             {last_first}, mask_tile_words<config>()}};"
         );
         let of_params = format!("static_cast<const {params}&>(params)");
         let map = format!("map_blocks<map_rules>({of_params}, {queries})");
         text.push_str(&call(MAP, MAP_THREADS, &all_params, map));
         if backward {
-            text.push_str(&call(LISTS, LISTS_THREADS, &all_params, format!("list_queries({of_params})")));
+            text.push_str(&call(
+                LISTS,
+                LISTS_THREADS,
+                &all_params,
+                format!("list_queries<map_rules>({of_params})"),
+            ));
+        }
+        if let Some(threads) = mask_bits_threads(spec) {
+            let function = format!("sm90::keep_mask_bits<config>({of_params})");
+            text.push_str(&call(MASK_BITS, threads, &all_params, function));
         }
     }
     if !gradients.is_empty() {

@@ -82,6 +82,7 @@ impl Launches {
             if n_tiles > 0 {
                 let ctas = (map.columns * 32).div_ceil(LISTS_THREADS);
                 steps.push(Step::Launch(Launch::plain(LISTS, ctas, LISTS_THREADS, 0)));
+                steps.extend(map.bits.filter(|_| m_tiles > 0).map(Step::Launch));
             }
         }
         if n_tiles > 0 {

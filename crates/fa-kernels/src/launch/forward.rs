@@ -66,6 +66,7 @@ impl Launches {
             own_map = map.params;
             if has_work {
                 steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+                steps.extend(map.bits.map(Step::Launch));
             }
         }
         if has_work {

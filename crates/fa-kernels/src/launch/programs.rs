@@ -7,7 +7,7 @@ use fa_core::{Arch, KernelSpec, Problem};
 use crate::Error;
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::program_params::BlockMapParams;
-use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS};
+use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS, MASK_BITS, mask_bits_threads};
 use crate::launch::checks::count;
 use crate::launch::launches::Launch;
 
@@ -55,12 +55,22 @@ const ARRAY_TILE: usize = 64;
 /// The map of a mask's tiles, and the bytes of its lists and of its states.
 pub(crate) struct BlockMap {
     pub params: BlockMapParams,
+    /// Of the lists, and of the bits behind them.
     pub list_bytes: usize,
     pub tile_bytes: usize,
     /// CTAs that find the states, and tiles of keys whose queries are listed.
     pub rows: u32,
     pub columns: u32,
+    /// The launch that evaluates the mask's pairs, of a kernel that reads them as bits.
+    pub bits: Option<Launch>,
 }
+
+/// Bytes of bits that a map may have, and tiles of a list that have some whatever that takes.
+const MOST_BITS: usize = 64 << 20;
+const LEAST_KEPT: usize = 8;
+
+/// CTAs that share the tiles of a list.
+const BITS_CTAS: usize = 8;
 
 impl BlockMap {
     /// The map of a kernel of `spec` for `problem`; `None` for a kernel without a mask of its own.
@@ -91,7 +101,24 @@ impl BlockMap {
         let slots = batches.saturating_mul(heads);
         let [outer, inner] = if spec.kernel.is_backward() { [columns, rows] } else { [rows, columns] };
         let words = |each: usize| slots.saturating_mul(each).saturating_mul(4);
-        let list_bytes = words(outer.saturating_mul(inner + 1));
+        let lists = slots.saturating_mul(outer);
+        let mut list_bytes = words(outer.saturating_mul(inner + 1));
+        let (mut kept, mut bits) = (0, None);
+        if let Some(threads) = mask_bits_threads(spec) {
+            let scores = (traits.tile.0 as usize * traits.tile.1 as usize).div_ceil(threads as usize);
+            let bytes = 4 * scores.div_ceil(32) * threads as usize;
+            // Heads of a group may differ, whose tiles a backward lists together.
+            if !(spec.kernel.is_backward() && head_group > 1) {
+                kept = (MOST_BITS / lists.saturating_mul(bytes).max(1)).max(LEAST_KEPT).min(inner);
+            }
+            let entries = 4 * (1 + inner).next_multiple_of(32);
+            list_bytes = lists.saturating_mul(entries.saturating_add(kept.saturating_mul(bytes)));
+            if kept > 0 {
+                let ctas = lists.saturating_mul(BITS_CTAS.min(kept));
+                let ctas = count("tiles of a program's mask", ctas)?;
+                bits = Some(Launch::plain(MASK_BITS, ctas as u32, threads, 0));
+            }
+        }
         let tile_bytes = if spec.kernel.is_backward() { words(rows.saturating_mul(columns)) } else { 0 };
         let ctas = |tiles: usize| count("tiles of a program's mask", slots.saturating_mul(tiles));
         Ok(Some(BlockMap {
@@ -101,12 +128,14 @@ impl BlockMap {
                 batches: count("batch", batches)?,
                 heads: count("heads", heads)?,
                 head_group: count("heads", head_group)?,
+                kept: count("tiles", kept)?,
                 ..BlockMapParams::default()
             },
             list_bytes,
             tile_bytes,
             rows: ctas(rows)? as u32,
             columns: ctas(columns)? as u32,
+            bits,
         }))
     }
 }
