@@ -143,6 +143,9 @@ struct Sm90FwdConfig {
     Dtype kv_dtype;
     // Stages of codes in flight; 0 for K and V of 16 bits.
     int code_stages;
+    // CTAs list their work themselves where a call brings no plan and tiles are few
+    // (attn/plan_few.cuh).
+    bool own_plan;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
@@ -365,6 +368,9 @@ struct Sm90WideConfig {
     // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
     // with a box for each part of a page.
     bool gather;
+    // CTAs list their work themselves where a call brings no plan and tiles are few
+    // (attn/plan_few.cuh).
+    bool own_plan;
 };
 
 // Parameters of the SM90 forward of e4m3 tensors.
@@ -421,6 +427,9 @@ struct Sm90FwdFp8Config {
     Dtype out_dtype;
     // Columns of O that one product of P and V has: those for whose sums there are registers.
     int slice;
+    // CTAs list their work themselves where a call brings no plan and tiles are few
+    // (attn/plan_few.cuh).
+    bool own_plan;
 };
 
 }  // namespace fa

@@ -4,7 +4,7 @@
 use super::pages::operand_columns;
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd};
+use super::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd};
 use crate::each_kernel;
 
 /// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
@@ -75,6 +75,7 @@ impl Sm90Fwd {
             switch("shifts_values", SHIFTS_VALUES, self.shifts_values() && !spec.reads_codes()),
             kv_dtype(spec),
             Param { name: "code_stages", doc: CODE_STAGES, value: self.code_stages(spec).into() },
+            own_plan(spec),
         ]
     }
 
@@ -111,8 +112,8 @@ impl Sm100Fwd {
 }
 
 impl Sm90Wide {
-    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
-        Vec::new()
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![own_plan(spec)]
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -125,6 +126,7 @@ impl Sm90FwdFp8 {
         vec![
             Param { name: "out_dtype", doc: &[" Type of O."], value: spec.types.out.into() },
             Param { name: "slice", doc: SLICE, value: self.slice(spec.head_dim_v).into() },
+            own_plan(spec),
         ]
     }
 
@@ -172,6 +174,10 @@ fn kv_dtype(spec: &KernelSpec) -> Param {
     Param { name: "kv_dtype", doc: KV_DTYPE, value: spec.types.kv.into() }
 }
 
+fn own_plan(spec: &KernelSpec) -> Param {
+    switch("own_plan", OWN_PLAN, spec.plans_for_itself())
+}
+
 fn switch(name: &'static str, doc: &'static [&'static str], on: bool) -> Param {
     Param { name, doc, value: on.into() }
 }
@@ -180,6 +186,16 @@ impl KernelSpec {
     /// The derived properties of a backward; `None` for a forward.
     pub fn backward(&self) -> Option<BackwardTraits> {
         each_kernel!(&self.kernel, kernel => kernel.backward(self))
+    }
+
+    /// Whether CTAs list their work themselves where a call brings no plan and tiles are few: those of SM90
+    /// forwards that divide the keys of sequences whose lengths are on the device.
+    pub fn plans_for_itself(&self) -> bool {
+        let divides = self.reads.varied && self.split;
+        match self.kernel {
+            Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Wide(_) => divides,
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm100Fwd(_) => false,
+        }
     }
 
     /// The fields that CUDA's config of this kernel has after [`KernelSpec::params`], in the order of
@@ -208,6 +224,10 @@ const SLICE: &[&str] =
     &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
 const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes."];
 const CODE_STAGES: &[&str] = &[" Stages of codes in flight; 0 for K and V of 16 bits."];
+const OWN_PLAN: &[&str] = &[
+    " CTAs list their work themselves where a call brings no plan and tiles are few",
+    " (attn/plan_few.cuh).",
+];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",
@@ -219,7 +239,7 @@ const MAY_STORE_DQ: &[&str] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Kernel, Reads, ScoreKind, Types};
+    use crate::{Dtype, Reads, ScoreKind, Types};
 
     fn spec(kernel: Kernel) -> KernelSpec {
         KernelSpec {

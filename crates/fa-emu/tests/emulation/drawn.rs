@@ -2,11 +2,11 @@
 //! that a CTA keeps its places in the rings from tile to tile, and with tiles of keys that no query sees.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
+use fa_emu::Options;
 use fa_emu::sweep::{Trials, cases};
-use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
-use crate::emulator;
+use crate::{check_on_few_sms, emulator};
 
 fn spec(head_dim: u32, mask: &str, switches: &str, varied: bool) -> KernelSpec {
     let order = if mask == "full" { "Natural" } else { "LongestFirst" };
@@ -49,12 +49,7 @@ fn tiles_are_drawn_by_ctas_that_persist() {
             let problem = Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.q)
                 .with_lengths(Lengths::uniform(2, queries, keys))
                 .with_heads_kv(heads_kv);
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
-            for (seed, sms) in [(0, 2), (1, 3)] {
-                let options = Options { sms, resident: sms, ..Options::seed(seed) };
-                let proof = trial.run(&unit, &options).unwrap();
-                assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
-            }
+            check_on_few_sms(&unit, &spec, &problem);
         }
     }
 }

@@ -30,8 +30,8 @@ mod wide;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use fa_core::Family;
-use fa_emu::Emulator;
+use fa_core::{Family, KernelSpec, Problem};
+use fa_emu::{Emulator, Options, Placement, Trial, Unit};
 
 /// Of the faults of `faults.rs`, only those whose name contains this.
 const ONLY: &str = "FA_EMU_ONLY";
@@ -43,6 +43,17 @@ fn emulator() -> &'static Emulator {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator");
         Emulator::at(&folder).unwrap_or_else(|error| panic!("{error}"))
     })
+}
+
+/// Checks a problem on two and on three SMs, one CTA each: a CTA that takes several tiles keeps its places in
+/// the rings from one to the next.
+fn check_on_few_sms(unit: &Unit, spec: &KernelSpec, problem: &Problem) {
+    let trial = Trial::new(problem, spec.kernel.pass(), Placement::PACKED);
+    for (seed, sms) in [(0, 2), (1, 3)] {
+        let options = Options { sms, resident: sms, ..Options::seed(seed) };
+        let proof = trial.run(unit, &options).unwrap();
+        assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
+    }
 }
 
 /// The families of [`backward`].

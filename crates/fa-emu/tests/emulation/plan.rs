@@ -121,14 +121,17 @@ fn list(plan: &[i32], count: usize, before: usize) -> Vec<(i32, i32)> {
     (before..before + plan[count] as usize).map(entry).collect()
 }
 
-/// Up to 32 sequences of one tile each are listed by one warp (`attn/plan_few.cuh`).
+/// Up to 32 sequences of one tile each are listed by one warp, up to 256 by several (`attn/plan_few.cuh`).
 #[test]
 #[ignore = "emulation"]
 fn few_sequences_of_one_tile_are_listed() {
     let emulator = emulator();
-    let keys_of = |i: usize| [300, 2000, 0, 128, 129, 700][i % 6];
-    for (split, number) in [(false, 32), (true, 32), (true, 33), (true, 5), (true, 3), (true, 1)] {
-        // The third, and with 33 the last, has no query; the rest 1 to 3.
+    let of_any: fn(usize) -> usize = |i| [300, 2000, 0, 128, 129, 700][i % 6];
+    let of_one: fn(usize) -> usize = |i| [2000, 1950, 1999][i % 3];
+    let listed = [(false, 32), (true, 32), (true, 33), (true, 90), (true, 5), (true, 3), (true, 1)];
+    let of_any = listed.map(|(split, number)| (split, number, of_any));
+    for (split, number, keys_of) in of_any.into_iter().chain([(true, 38, of_one)]) {
+        // The third, and with 33 and more one, has no query; the rest 1 to 3.
         let queries = |i: usize| if i == 2 || i == 32 { 0 } else { 1 + i % 3 };
         let sequences: Vec<_> = (0..number).map(|i| (queries(i), keys_of(i))).collect();
         let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };

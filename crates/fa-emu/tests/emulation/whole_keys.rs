@@ -1,11 +1,10 @@
 //! SM90 backwards whose tiles have all keys: dQ leaves registers in 16 bits, and nothing else writes it.
 
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
-use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 use fa_planner::plan::{PlanOptions, best};
 
-use crate::emulator;
+use crate::{check_on_few_sms, emulator};
 
 /// The planner's choice for many sequences like the first of `problem`.
 fn chosen(problem: &Problem) -> KernelSpec {
@@ -44,12 +43,7 @@ fn every_row_of_dq_is_stored_once() {
             let dim = if turn % 2 == 0 { head_dim } else { narrow };
             let problem =
                 square(dim).with_lengths(Lengths::uniform(3, queries, keys)).with_heads(heads, heads_kv);
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
-            for (seed, sms) in [(0, 2), (1, 3)] {
-                let options = Options { sms, resident: sms, ..Options::seed(seed) };
-                let proof = trial.run(&unit, &options).unwrap();
-                assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
-            }
+            check_on_few_sms(&unit, &spec, &problem);
         }
     }
 }
@@ -68,9 +62,7 @@ fn scores_with_slopes_sinks_and_a_cap_have_the_same_stores() {
             let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
             kernel.persistent = persistent;
             let unit = emulator.unit(&spec, Arch::Sm90, &Headers::current().unwrap()).unwrap();
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
-            let proof = trial.run(&unit, &Options { sms: 3, resident: 3, ..Options::seed(1) }).unwrap();
-            assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
+            check_on_few_sms(&unit, &spec, &problem);
         }
     }
 }

@@ -13,33 +13,32 @@
 
 namespace fa {
 
-// The largest numbers of e4m3, int8 and int4 codes.
-__device__ constexpr float kLargestE4m3 = 448.f, kLargestInt8 = 127.f;
-enum { kLargestInt4 = 7 };
+// What the elements of a row become.
+enum class CodeKind { E4m3, Int8, Int4 };
+
+// The largest number of a code.
+__device__ __forceinline__ constexpr float largest_of(CodeKind kind) {
+    return kind == CodeKind::E4m3 ? 448.f : kind == CodeKind::Int8 ? 127.f : 7.f;
+}
 
 // The nearest integer, ties to even, in the low mantissa bits.
 __device__ __forceinline__ u32 nearest(float x) { return bits_of_float(x + 12582912.f); }
 
-// The nearest code, ties to even, saturating; NaN gives NaN, of int8 0.
-__device__ __forceinline__ u32 encode(float x, bool is_int8) {
+// The nearest code, ties to even, saturating; NaN gives NaN, of integers 0.
+__device__ __forceinline__ u32 encode(float x, CodeKind kind) {
     const bool nan = x != x;
-    if (is_int8) {
-        const float clamped = fminf(fmaxf(x, -kLargestInt8), kLargestInt8);
-        return nan ? 0 : nearest(clamped) & 0xff;
+    const float most = largest_of(kind);
+    if (kind != CodeKind::E4m3) {
+        const u32 mask = kind == CodeKind::Int8 ? 0xff : 0xf;
+        return nan ? 0 : nearest(fminf(fmaxf(x, -most), most)) & mask;
     }
-    const float size = fminf(fabsf(x), kLargestE4m3);
+    const float size = fminf(fabsf(x), most);
     u32 code = nearest(multiply_rounded(size, 512.f)) & 0xff;  // below 2^-6: steps of 2^-9
     if (size >= 0.015625f) {
         const u32 bits = bits_of_float(size);
         code = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
     }
     return nan ? 0x7f : code | bits_of_float(x) >> 24 & 0x80;
-}
-
-// The nearest int4 code, ties to even, saturating; 0 for NaN.
-__device__ __forceinline__ u32 encode_int4(float x) {
-    constexpr float kMost = kLargestInt4;
-    return x != x ? 0 : nearest(fminf(fmaxf(x, -kMost), kMost)) & 0xf;
 }
 
 // What a row is multiplied by.
@@ -61,16 +60,11 @@ template <Dtype T>
 struct Amax {
     float& amax;
 };
-template <Dtype T>
+template <Dtype T, bool Int4>
 struct Quantiser {
     u8* to;
     float factor;
-    bool is_int8;
-};
-template <Dtype T>
-struct Int4Quantiser {
-    u8* to;
-    float factor;
+    CodeKind kind;
 };
 
 template <Dtype T>
@@ -83,28 +77,19 @@ __device__ __forceinline__ void store_item(const Amax<T>& of, int, const Vec16& 
     }
 }
 
-template <Dtype T>
-__device__ __forceinline__ void store_item(const Quantiser<T>& of, int column, const Vec16& vec) {
-    u64 codes = 0;
+template <Dtype T, bool Int4>
+__device__ __forceinline__ void store_item(const Quantiser<T, Int4>& of, int column, const Vec16& vec) {
+    using Codes = Either<Int4, u32, u64>;  // eight of them
+    constexpr int kBits = sizeof(Codes);
+    Codes codes = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const u32 pair = vec.words[i / 2];
         const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
-        codes |= u64(encode(multiply_rounded(value, of.factor), of.is_int8)) << 8 * i;
+        const u32 code = encode(multiply_rounded(value, of.factor), Int4 ? CodeKind::Int4 : of.kind);
+        codes |= Codes(code) << kBits * i;
     }
-    *reinterpret_cast<u64*>(of.to + column) = codes;
-}
-
-template <Dtype T>
-__device__ __forceinline__ void store_item(const Int4Quantiser<T>& of, int column, const Vec16& vec) {
-    u32 codes = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 pair = vec.words[i / 2];
-        const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
-        codes |= encode_int4(multiply_rounded(value, of.factor)) << 4 * i;
-    }
-    *reinterpret_cast<u32*>(of.to + column / 2) = codes;
+    *reinterpret_cast<Codes*>(of.to + column * kBits / 8) = codes;
 }
 
 // The parameters of the kernel of 8-bit codes, and of that of int4.
@@ -123,13 +108,13 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
     const u16* const from = view(source).row(row.sequence, row.from, head);
     u8* const to = static_cast<u8*>(target.data) + row.block * target.strides.batch +
                    row.to * target.strides.seq + head * target.strides.head;
+    const CodeKind kind = Int4 ? CodeKind::Int4 : params.codes.is_int8 ? CodeKind::Int8 : CodeKind::E4m3;
     float descale = 1.f;
     if (descales.of_rows != nullptr) {
         float amax = 0.f;
         for (int item = lane; item < items; item += 32)
             move_item<T>(params, from, Amax<T>{amax}, item, row.position, turned);
-        const float largest = Int4 ? float(kLargestInt4) : params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
-        descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
+        descale = fmaxf(row_amax(amax) / largest_of(kind), 1.17549435e-38f);
         if (lane == 0)
             descales.of_rows[(i64(row.block) * params.codes.block_rows + row.to) * params.heads_kv + head] =
                 descale;
@@ -138,15 +123,9 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
         const int sequence = side.cu == nullptr ? row.sequence : side.sequence(row.from, params.batch);
         descale = descales.of_head[i64(sequence) * descales.sequence_stride + head];
     }
-    auto quantise = [&](const auto& quantiser) {
-        for (int item = lane; item < items; item += 32)
-            move_item<T>(params, from, quantiser, item, row.position, turned);
-    };
-    if constexpr (Int4) {
-        quantise(Int4Quantiser<T>{to, reciprocal(descale)});
-    } else {
-        quantise(Quantiser<T>{to, reciprocal(descale), params.codes.is_int8 != 0});
-    }
+    const Quantiser<T, Int4> quantiser{to, reciprocal(descale), kind};
+    for (int item = lane; item < items; item += 32)
+        move_item<T>(params, from, quantiser, item, row.position, turned);
 }
 
 // The rows of K and V as codes, a warp a row and head; queries as in the other kernel.

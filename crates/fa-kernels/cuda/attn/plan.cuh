@@ -32,25 +32,44 @@ struct Planner : PlanCta<R, N> {
         Cta::sum_over_ctas;
     using Cta::Cta, Cta::smem, Cta::shape, Cta::varlen, Cta::params, Cta::tile_queries, Cta::cta, Cta::ctas;
 
-    // part_length_of() all tiles. `own`: the tiles of keys that this thread has counted; `most`: those of
-    // queries that there can be.
-    __device__ __forceinline__ int part_length(float own, int most) const {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
-        const int warp = warp_index();  // a shuffle, so all lanes call it
-        if (lane_index() == 0) smem.warp_work[warp] = own;
-        cta_sync();
-        float all = 0.f;
-        for (int i = 0; i < kPlanThreads / 32; ++i) all += smem.warp_work[i];
-        if (is_shared()) {
-            if (thread_index() == 0) smem.own_work = int(bits_of_float(all));
-            meet();
-            const int lane = lane_index();
-            all = lane < ctas ? float_of_bits(u32(load_of(smem.own_work, lane))) : 0.f;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) all += shuffle_xor(all, step);
+    // part_length_of() all tiles. `own`: those that this thread has counted; `most_tiles`: those that there
+    // can be; `most`: parts of one.
+    __device__ __forceinline__ PartLength part_length(const PlanWork& own, int most_tiles, int most) const {
+        PlanLengths& lengths = smem.lengths;
+        PlanWork all = own.over_warp();
+        const int warp = warp_index(), lane = lane_index();
+        if (lane == 0) {
+            smem.warp_work[warp] = all.all;
+            lengths.longest[warp] = all.longest;
+            lengths.tiles[warp] = all.tiles;
         }
-        return part_length_of<R>(params, all, most);
+        cta_sync();
+        if (warp == 0) {
+            all = PlanWork{smem.warp_work[lane], lengths.longest[lane], lengths.tiles[lane]}.over_warp();
+            if (lane == 0) {
+                smem.own_work = all.all;
+                lengths.own_longest = all.longest;
+                lengths.own_tiles = all.tiles;
+            }
+        }
+        if (is_shared()) {
+            meet();
+            if (warp == 0) {
+                all = {};
+                if (lane < ctas) {
+                    all = {load_of(smem.own_work, lane), load_of(lengths.own_longest, lane),
+                           load_of(lengths.own_tiles, lane)};
+                }
+                all = all.over_warp();
+            }
+        }
+        // By one warp: the others would take as long again, one after another.
+        if (warp == 0) {
+            const PartLength length = part_length_of<R>(params, all, most_tiles, most);
+            if (lane == 0) smem.lengths.part = length;
+        }
+        cta_sync();
+        return smem.lengths.part;
     }
 
     // Bins and counts of a lane's entries.
@@ -90,11 +109,11 @@ struct Planner : PlanCta<R, N> {
     // split.
     __device__ __forceinline__ void list_items(int most_splits) const {
         const WorkPlan plan{params};
-        int chunk = 1;
+        PartLength chunk{1, 0};
         // The parts of a tile: their number, and the length of the longest.
         auto cut = [&](const PlanShare& tile) -> PlanShare {
             const int length = tile.length;
-            const int splits = max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+            const int splits = chunk.parts_of(length, most_splits);
             return {tile.count > 0 ? splits : 0, ceil_div(length, splits)};
         };
         // Counts the parts, and where other CTAs number their own also the slots.
@@ -143,7 +162,7 @@ struct Planner : PlanCta<R, N> {
         clear_bins();
         if (thread_index() == 0) smem.slots = smem.split_items = 0;
         int items;
-        float own = 0.f;
+        PlanWork own{};
         if (shape.seqlen_q <= tile_queries) {
             // Each sequence is one tile.
             auto tile_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
@@ -152,9 +171,9 @@ struct Planner : PlanCta<R, N> {
             };
             auto parts_of = [&](const Seqlen<true>& seqlen) { return cut(tile_of(seqlen)); };
             for_sequences(tile_of, [&](const auto&, const auto& tiles) {
-                for (const PlanShare& tile : tiles) own += float(tile.length);
+                for (const PlanShare& tile : tiles) own.add(tile.length);
             });
-            chunk = part_length(own, shape.batch);
+            chunk = part_length(own, shape.batch, most_splits);
             for_kept(tile_of, [&](const auto&, auto& tiles) {
                 for (PlanShare& tile : tiles) tile = cut(tile);
                 count(tiles);
@@ -169,9 +188,9 @@ struct Planner : PlanCta<R, N> {
                 return {valid, valid ? key_tiles(seqlen, block) : 0};
             };
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                own += float(tile_of(seqlen, block, valid).length);
+                own.add(tile_of(seqlen, block, valid).length);
             });
-            chunk = part_length(own, shape.batch * ceil_div(shape.seqlen_q, tile_queries));
+            chunk = part_length(own, shape.batch * ceil_div(shape.seqlen_q, tile_queries), most_splits);
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
                 const PlanShare parts[1] = {cut(tile_of(seqlen, block, valid))};
                 count(parts);
@@ -187,7 +206,7 @@ struct Planner : PlanCta<R, N> {
             plan.count(PlanCount::Items) = min(items, params.items);
             plan.count(PlanCount::SplitItems) = min(int(smem.split_items), params.split_items);
             plan.count(PlanCount::Slots) = int(smem.slots);
-            plan.count(PlanCount::Chunk) = chunk;
+            plan.count(PlanCount::Chunk) = chunk.length;
         }
     }
 

@@ -14,6 +14,7 @@
 #include "params.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/math.cuh"
 #include "ptx/redux.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -36,42 +37,114 @@ struct PlanShare {
     int count, length;
 };
 
+// Tiles of keys that the tiles of queries visit: of all, of the longest, and the number of tiles that visit
+// any.
+struct PlanWork {
+    float all;
+    int longest, tiles;
+
+    __device__ __forceinline__ void add(int length) {
+        all += float(length);
+        longest = max(longest, length);
+        tiles += length > 0;
+    }
+    // Whether these tiles are of nearly one length.
+    __device__ __forceinline__ bool is_even() const {
+        return all > 0.f && float(longest) * float(tiles) <= 1.1f * all;
+    }
+    __device__ __forceinline__ PlanWork over_warp() const {
+        float sum = all;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) sum += shuffle_xor(sum, step);
+        return {sum, warp_max(longest), warp_sum(tiles)};
+    }
+};
+
+// How the keys of tiles are divided: into parts of about `length` tiles of keys. `up`: what is added to a
+// tile's length before it is divided.
+struct PartLength {
+    int length, up;
+
+    __device__ __forceinline__ int parts_of(int tile, int most) const {
+        return max(1, min(min(int((u32(tile) + up) / length), most), tile));
+    }
+};
+
+// What warps and the CTA find of the tiles' lengths beside their sum, and the parts that follow.
+struct PlanLengths {
+    int longest[kPlanThreads / 32], tiles[kPlanThreads / 32], own_longest, own_tiles;
+    PartLength part;
+};
+
 struct PlanStorage {
     PlanShare kept[kPlanKept];
-    int bins[kPlanThreads];    // entries by length, longest first
-    int places[kPlanThreads];  // the next free index of each bin
+    int bins[kPlanThreads];  // entries by length, longest first
+    union {
+        PlanLengths lengths;       // until bins have places
+        int places[kPlanThreads];  // the next free index of each bin
+    };
     int starts[kPlanThreads];  // tiles before each of the 1024 sequences at hand
     int queries[kPlanThreads], keys[kPlanThreads];
     int warp_sums[kPlanThreads / 32];
     float warp_work[kPlanThreads / 32];
     u32 slots, split_items;  // of the CTA: first counts, then the next free ones
     // What a CTA tells the others of its cluster.
-    int own_work, own_slots, own_split_items, own_m_tiles;
+    float own_work;
+    int own_slots, own_split_items, own_m_tiles;
 };
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
 // The parts of a kernel's config that determine its tiles and their lengths. `cluster`: whether a launch may
-// have more than one CTA, all of one cluster. `own`: whether CTAs of the forward may have to plan for
-// themselves (attn/plan_few.cuh). `whole_parts`: whether CTAs take so long to begin and to store their part
-// that few parts are better than a balanced end.
+// have more than one CTA, all of one cluster. `whole_parts`: whether CTAs take so long to begin and to store
+// their part that few parts are better than a balanced end.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;
-    bool pack_gqa, split, cluster, own, whole_parts;
+    bool pack_gqa, split, cluster, whole_parts;
 };
 
-// Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
-// little work, else four, for a balanced end. `all`: tiles of keys of a head; `most`: tiles that it can have.
+// Rounds of parts up to which tiles of one length are divided: a launch has room for so many parts.
+constexpr int kPlanRounds = 6;
+
+// What a part, and what the combination of parts, takes beside its keys, in keys.
+constexpr int kPartKeys = 64, kCombineKeys = 200;
+
+// The length for tiles of nearly one length, of which every CTA computes equally many parts: with fewer
+// rounds CTAs change less often from part to part, with more the last one is fuller. A lane tries a number of
+// rounds, the first one whole tiles. Whole warps call it.
 template <PlanRules R>
-__device__ __forceinline__ int part_length_of(const PlanParams& params, float all, int most) {
-    const float per_cta = all * float(params.heads) / float(params.slots);
+__device__ __forceinline__ PartLength equal_part_length(const PlanParams& params, const PlanWork& work,
+                                                        int most) {
+    const u32 lane = lane_index(), tiles = work.tiles * params.heads, slots = params.slots;
+    const u32 rounds = lane <= kPlanRounds ? max(int(lane), 1) : 0;
+    const u32 parts = min(lane == 0 ? u32(tiles <= slots) : rounds * slots / tiles, u32(most));
+    const u32 length = (work.longest + max(int(parts), 1) - 1) / max(int(parts), 1);
+    const float keys = float(rounds) * (float(length) * float(R.tile_n) + float(kPartKeys)) +
+                       (length < u32(work.longest) ? float(kCombineKeys) : 0.f);
+    // The least: positive floats are ordered as their bits. Where no number of rounds is enough, tiles are
+    // whole.
+    const int order = -int(parts > 0 ? bits_of_float(keys) : 0x7fffffff);
+    const int best = warp_max(warp_max(order) == order ? int(length) : 0);
+    return {best, best - 1};
+}
+
+// Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
+// little work, else four, for a balanced end. `most_tiles`: tiles that a head can have; `most`: parts of one.
+// Whole warps call it.
+template <PlanRules R>
+__device__ __forceinline__ PartLength part_length_of(const PlanParams& params, const PlanWork& work,
+                                                     int most_tiles, int most) {
+    const float per_cta = work.all * float(params.heads) / float(params.slots);
     float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
     if constexpr (R.whole_parts) {
         // Undivided tiles of one length fill this much of the CTAs' time.
-        const float rounds = float(most) * float(params.heads) / float(params.slots);
+        const float rounds = float(most_tiles) * float(params.heads) / float(params.slots);
         if (rounds <= 1.f || rounds >= 0.7f * float(int(rounds + 0.999f))) length = per_cta;
+    } else if (per_cta > 1.f && work.is_even()) {
+        return equal_part_length<R>(params, work, most);
     }
-    return max(1, int(fminf(length, 1e9f) + 0.999f));
+    const int whole = max(1, int(fminf(length, 1e9f) + 0.999f));
+    return {whole, whole / 2};
 }
 
 // Exclusive prefix sum over the lanes of a warp.
@@ -199,7 +272,8 @@ struct PlanCta {
     __device__ __forceinline__ void meet() const {
         if constexpr (R.cluster) cluster_exchange();
     }
-    __device__ __forceinline__ static int load_of(const int& value, int rank) {
+    template <class T>
+    __device__ __forceinline__ static T load_of(const T& value, int rank) {
         if constexpr (R.cluster) return load_of_cluster(&value, rank);
         return value;
     }

@@ -78,12 +78,6 @@ struct WorkTile : Tile {
     int split, splits, slot;
 };
 
-// Whether CTAs may have to plan for themselves (attn/plan_few.cuh): those of SM90 forwards that divide keys.
-template <class Config>
-constexpr bool plans_for_itself(const Config& config) {
-    return config.varied && config.split;
-}
-
 // The plan that a CTA of the forward reads: `Own` where it may have to plan for itself.
 template <bool Own>
 __device__ __forceinline__ WorkPlan plan_of_cta(const FwdParams& params) {

@@ -61,8 +61,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
             smem.ticket.bars.init(32 * (T::kConsumerWarps + T::kProducerWarps - 1));
         mbarrier_init_fence();
     }
-    // The first warp of the consumers, which have nothing to do yet.
-    plan_for_itself<R>(params, 4);
+    if constexpr (C.own_plan) plan_for_itself<R>(params, smem.q);
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
     if constexpr (C.cluster_m > 1) {
         cluster_sync();

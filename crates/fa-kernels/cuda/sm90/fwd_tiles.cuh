@@ -49,7 +49,7 @@ struct TileSource {
     // tiles and reread it from the plan with every tile.
     static constexpr int kNone = 0x7fffffff;
     static constexpr bool kAsksAgain = kReadsAhead && C.paged;
-    static constexpr bool kOwnPlan = plans_for_itself(C);
+    static constexpr bool kOwnPlan = C.own_plan;
     int varied_tiles = kAsksAgain ? kNone : 0;  // number of tiles of a plan; else it is a parameter
     [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
     PipelineState<1> state;

@@ -34,8 +34,7 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
         tma_prefetch_map(map_v);
         smem.init_barriers();
     }
-    // The first warp of the consumers, which have nothing to do yet.
-    plan_for_itself<R>(params, 4);
+    if constexpr (C.own_plan) plan_for_itself<R>(params, smem.q);
     if constexpr (C.pack_gqa) wide::clear_idle_rows<C>(smem, params);
     cta_sync();
 

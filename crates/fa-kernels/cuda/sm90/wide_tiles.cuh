@@ -25,8 +25,8 @@ struct QueryTile {
     BlockRange range;  // tiles of keys, visited from the last to the first
 
     __device__ __forceinline__ QueryTile(const FwdParams& params, int index)
-        : tile(work_tile_at<C.tile_order, C.varied, C.split, plans_for_itself(C)>(params, index,
-                                                                                  tile_heads<C>(params))),
+        : tile(work_tile_at<C.tile_order, C.varied, C.split, C.own_plan>(params, index,
+                                                                         tile_heads<C>(params))),
           seqlen(Seqlen<C.varied>::of(params, tile.batch)) {
         const QueryEnds queries(seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
         range = key_blocks<C.tile_n>(visible(params), queries.first, queries.last);
@@ -50,7 +50,7 @@ struct QueryTile {
 // Calls `each` for each of the CTA's work tiles, in order, with those that see keys and those that do not.
 template <Sm90WideConfig C, class Each>
 __device__ __forceinline__ void for_each_tile(const FwdParams& params, const Each& each) {
-    const int count = work_tiles<C.varied, plans_for_itself(C)>(params);
+    const int count = work_tiles<C.varied, C.own_plan>(params);
 #pragma unroll 1
     for (int index = cta_index(); index < count; index += cta_count()) {
         each(QueryTile<C>(params, index));

@@ -128,16 +128,6 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
 pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
-/// Whether the CTAs of the kernel can plan for themselves (`attn/plan_few.cuh`): SM90 forwards that divide
-/// the keys of sequences whose lengths are on the device (`plans_for_itself` in `attn/scheduler.cuh`).
-pub(crate) fn plans_for_itself(spec: &KernelSpec) -> bool {
-    let divides = spec.reads.varied && spec.split;
-    match spec.kernel {
-        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Wide(_) => divides,
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm100Fwd(_) => false,
-    }
-}
-
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -391,10 +381,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = writeln!(
             text,
             "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split, {}, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
+             config.split, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
              {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});\n",
             plans_in_clusters(spec),
-            plans_for_itself(spec),
             matches!(spec.kernel, Kernel::Sm90Wide(_))
         );
     }
@@ -409,7 +398,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
-    let rules = if plans_for_itself(spec) { ", plan_rules" } else { "" };
+    let rules = if spec.plans_for_itself() { ", plan_rules" } else { "" };
     let _ = write!(text, ") {{\n    {name}<config{rules}>(params{arguments});\n}}\n");
     let call = |entry: &str, threads: u32, params: &str, call: String| {
         // Registers would be halved for a second CTA; combining wide rows would spill at that.

@@ -5,7 +5,7 @@ use fa_core::{KernelSpec, Problem};
 
 use crate::Error;
 use crate::jit::params::PlanParams;
-use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_for_itself, plans_in_clusters};
+use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_in_clusters};
 use crate::launch::checks::count;
 use crate::launch::launches::{Launch, Step};
 
@@ -13,9 +13,9 @@ use crate::launch::launches::{Launch, Step};
 const PLAN_HEADER: usize = 16;
 const PLAN_ENTRY: usize = 4;
 
-/// Tiles of a head up to which the CTAs of a forward plan for themselves: one for each lane of a warp
-/// (`attn/plan_few.cuh`).
-const FEW_TILES: usize = 32;
+/// Tiles of a head up to which the CTAs of a forward plan for themselves (`kOwnTiles` of
+/// `attn/plan_few.cuh`).
+const OWN_TILES: usize = 256;
 
 /// Ints that a CTA's own plan is a multiple of: a cache line.
 const OWN_PLAN_ALIGN: usize = 32;
@@ -109,14 +109,15 @@ impl PlanBounds {
     /// itself where a call brings none; 0 where a kernel before it plans for all.
     pub(crate) fn own_ints(&self, spec: &KernelSpec, problem: &Problem, m_blocks: usize) -> usize {
         let tiles = m_blocks.saturating_mul(problem.lengths.sequences());
-        let own = plans_for_itself(spec) && spec.traits().scheduler != Scheduler::PerTile;
-        if own && tiles <= FEW_TILES { self.ints().next_multiple_of(OWN_PLAN_ALIGN) } else { 0 }
+        let own = spec.plans_for_itself() && spec.traits().scheduler != Scheduler::PerTile;
+        if own && tiles <= OWN_TILES { self.ints().next_multiple_of(OWN_PLAN_ALIGN) } else { 0 }
     }
 }
 
-/// Partial results of a head that a plan asks for at most. A tile is divided into `n / length` parts to the
-/// nearest, two at least, where a part's length is at least a quarter of what each of `ctas` CTAs does
-/// (`part_length_of` of attn/plan_cta.cuh): 4/3 of `4 * ctas / heads` parts, and some for what is rounded.
+/// Partial results of a head that a plan asks for at most (`part_length_of` of attn/plan_cta.cuh). Tiles of
+/// nearly one length are divided for six rounds of `ctas` CTAs at most. Of others a tile is divided into `n /
+/// length` parts to the nearest, two at least, where a part's length is at least a quarter of what each CTA
+/// does: 4/3 of `4 * ctas / heads` parts, and some for what is rounded.
 fn most_slots(heads: usize, ctas: usize) -> usize {
     6 * ctas / heads.max(1) + 2
 }
@@ -131,21 +132,34 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Whatever the lengths: as `part_length` and `splits_of` of attn/plan.cuh count.
+        /// Whatever the lengths: as `part_length_of` and `parts_of` of attn/plan_cta.cuh count.
         #[test]
         fn a_plan_has_room_for_every_part(
             (heads, ctas) in (1..=64usize, 1..=200usize),
-            lengths in (1..=2000usize).prop_flat_map(|most| vec(0..most, 1..=300)),
+            lengths in (1..=2000usize, 0..=2usize)
+                .prop_flat_map(|(most, spread)| vec(most * spread / 2..most + 1, 1..=300)),
         ) {
-            let each = lengths.iter().sum::<usize>() as f64 * heads as f64 / ctas as f64;
-            let length = if each <= 8.0 { each } else { each / 4.0 };
-            let length = ((length + 0.999) as usize).max(1);
-            let splits: Vec<usize> =
-                lengths.iter().map(|n| ((n + length / 2) / length).clamp(1, (*n).max(1))).collect();
-            let divided: Vec<usize> = splits.into_iter().filter(|&splits| splits > 1).collect();
+            let all = lengths.iter().sum::<usize>();
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            let tiles = lengths.iter().filter(|&&n| n > 0).count();
+            let each = (all * heads) as f64 / ctas as f64;
+            let is_even = each > 1.0 && (longest * tiles) as f64 <= 1.1 * all as f64;
+            // (The number of rounds that takes least does not matter.)
+            let rounds = |rounds: usize| longest.div_ceil((rounds * ctas / (tiles * heads)).max(1));
+            let choices: Vec<(usize, usize)> = if is_even {
+                (1..=6).map(rounds).map(|length| (length, length - 1)).collect()
+            } else {
+                let length = if each <= 8.0 { each } else { each / 4.0 };
+                let length = ((length + 0.999) as usize).max(1);
+                vec![(length, length / 2)]
+            };
             let slots = most_slots(heads, ctas);
-            prop_assert!(divided.iter().sum::<usize>() <= slots);
-            prop_assert!(divided.len() <= slots / 2);
+            for (length, up) in choices {
+                let splits = lengths.iter().map(|n| ((n + up) / length).clamp(1, (*n).max(1)));
+                let divided: Vec<usize> = splits.filter(|&splits| splits > 1).collect();
+                prop_assert!(divided.iter().sum::<usize>() <= slots);
+                prop_assert!(divided.len() <= slots / 2);
+            }
         }
     }
 }

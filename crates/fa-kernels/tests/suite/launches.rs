@@ -543,13 +543,13 @@ fn few_tiles_are_planned_by_the_ctas_themselves_unless_a_call_brings_a_plan() {
         let Params::Forward(own) = launches.params(&at) else { panic!("a forward") };
         (launches.steps.iter().filter(|step| launches.takes(step, &at)).count(), own.params.plan.own_ints)
     };
-    let few = launches_for(&spec, 32);
+    let few = launches_for(&spec, 256);
     let own_ints = (few.plan_bytes / 4).next_multiple_of(32) as i32;
     assert_eq!(plans(&few, None), (2, own_ints));
     assert_eq!(plans(&few, Some(1 << 41)), (2, 0));
     assert_eq!(few.workspace.plan.map(|part| part.bytes), Some(4 * own_ints as usize * SMS as usize));
     assert!(few.entries().eq(["fa_kernel", "fa_combine"]));
-    let many = launches_for(&spec, 33);
+    let many = launches_for(&spec, 257);
     assert_eq!((plans(&many, None), plans(&many, Some(1 << 41))), ((3, 0), (2, 0)));
     assert_eq!(many.workspace.plan.map(|part| part.bytes), Some(many.plan_bytes));
     let whole = launches_for(&sm90_forward("varied: true, paged: true,", DECODE), 32);

@@ -43,11 +43,11 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
         MaskKind::Causal => &[Mask::CAUSAL],
         MaskKind::Window => &[Mask::window(70, 9), Mask::causal_window(130)],
     };
-    // Kernels that divide keys plan few tiles by their CTAs: a batch of many has the plan kernel.
-    let plans_many = spec.reads.varied && spec.split;
+    // Kernels that divide keys plan few tiles by a warp, more by several, and many by the plan kernel.
+    let plans_many = if spec.reads.varied && spec.split { MANY.len() } else { 0 };
     let mut cases = Vec::new();
     for &mask in masks {
-        let more = plans_many.then_some((1, MOST_KEYS));
+        let more = [(1, MOST_KEYS); MANY.len()].into_iter().take(plans_many);
         for (turn, (seqlen_q, seqlen_k)) in lengths.iter().copied().chain(more).enumerate() {
             // Some problems narrower than the tile.
             let narrow = if turn % 3 == 2 { narrower(spec) } else { 0 };
@@ -76,7 +76,9 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
             if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
                 let case = match spec.reads {
                     Reads { varied: false, .. } => case(group, problem),
-                    _ if turn == lengths.len() => case_of(group, "", problem, many(spec)),
+                    _ if turn >= lengths.len() => {
+                        case_of(group, "", problem, many(spec, MANY[turn - lengths.len()]))
+                    }
                     _ => case_of(group, "", problem, varied(spec, turn, (seqlen_q, seqlen_k))),
                 };
                 cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case });
@@ -120,9 +122,16 @@ fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
     Sequences { q: queries, k: keys }
 }
 
-/// A step of forty sequences, more than the CTAs of a kernel plan for themselves.
-fn many(spec: &KernelSpec) -> Sequences {
-    let lens: Vec<usize> = (0..40).map(|i| MOST_KEYS - 8 * i).collect();
+/// Sequences of the batches of many: more than one warp plans, and more than the CTAs of a kernel plan for
+/// themselves.
+const MANY: [usize; 2] = [40, 270];
+
+/// A step of forty sequences among so many, of which the others have no query.
+fn many(spec: &KernelSpec, all: usize) -> Sequences {
+    let of = |own: fn(usize) -> usize, other: usize| -> Vec<usize> {
+        (0..all).map(|i| if i < 40 { own(i) } else { other }).collect()
+    };
+    let lens = of(|i| MOST_KEYS - 8 * i, 1);
     let keys = match spec.reads.paged {
         true => {
             let page =
@@ -131,5 +140,5 @@ fn many(spec: &KernelSpec) -> Sequences {
         }
         false => Ragged::padded(&lens, MOST_KEYS + 7),
     };
-    Sequences { q: Ragged::uniform(lens.len(), 1), k: keys }
+    Sequences { q: Ragged::packed(&of(|_| 1, 0), 0), k: keys }
 }
