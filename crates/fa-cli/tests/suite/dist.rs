@@ -8,7 +8,7 @@ fn ranks_in_memory_are_right_equal_and_told_of_ends() {
         ("--ranks 3 --repeat 5 --quick", &["5 equal runs", "ends at each of 6 exchanges of ring"][..]),
         ("--ranks 2", &["gather   bits of one: true", "decode", "203 4:2"]),
         ("--ranks 1 --quick", &["ulysses  bits of one: true"]),
-        ("--ranks 17 --quick", &["skip", "up to 17 partial results: use gather"]),
+        ("--ranks 17 --quick", &["ring     bits of one: false", "ends at each of 48 exchanges of ring"]),
     ] {
         let text = fa(&format!("dist check --transport memory {line}")).good();
         assert!(!text.contains("FAIL") && parts.iter().all(|part| text.contains(part)), "{line}: {text}");

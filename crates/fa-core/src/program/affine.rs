@@ -113,8 +113,8 @@ fn line_of(
     })
 }
 
-/// `x` times log2(e), where it costs nothing for each score if it can: in a factor or a term that is made less
-/// often.
+/// `x` times log2(e), where it costs nothing for each score if it can: in a factor or a term that is made
+/// less often.
 pub(super) fn in_exponents(graph: &mut Graph, x: NodeId) -> Result<NodeId, ProgramProblem> {
     let log2e = graph.float(std::f32::consts::LOG2_E)?;
     let mut absorbed: Vec<Option<NodeId>> = Vec::with_capacity(x.index() + 1);

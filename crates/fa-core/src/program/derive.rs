@@ -216,8 +216,8 @@ impl Adjoint<'_> {
         false
     }
 
-    /// `by * local`. Selects that are 0 in a branch stay outside, also within others and in sums, so that 0 is
-    /// 0 there, even times infinity.
+    /// `by * local`. Selects that are 0 in a branch stay outside, also within others and in sums, so that 0
+    /// is 0 there, even times infinity.
     fn scaled(&mut self, by: NodeId, local: NodeId) -> Result<NodeId, ProgramProblem> {
         let mut vanishing = BTreeMap::new();
         self.vanishes(by, &mut vanishing);
