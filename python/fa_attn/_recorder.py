@@ -7,9 +7,11 @@ import numbers
 import sys
 from reprlib import repr as short
 
+from . import _traced_functions  # noqa: F401  (enters its operations)
 from ._core import InputError, UnsupportedError
 from ._traced import Indexed, NeedsConstant, Row, Traced, called, float_text, recorder_of, rounded
-from ._traced_operations import OF_ARRAYS, OF_ROWS, OPERATIONS, SHOWN, WIDE
+from ._traced_operations import OPERATIONS, SHOWN, WIDE
+from ._traced_rows import OF_ARRAYS, OF_ROWS
 
 # The most run-time scalars of a program; further numbers are constants.
 MOST_SCALARS = 8
