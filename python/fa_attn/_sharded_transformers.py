@@ -21,8 +21,8 @@ def update_ring_flash_attn_params(cu_seqlens, process_group):
 def substitute_hf_flash_attn(process_group, heads_k_stride, name="flash_attention_2"):
     """Makes the models of transformers (5 or newer) that are made with `attn_implementation=name` attend to
     the keys of all ranks: their rows are this rank's part of a packed batch, in a batch of one, whose
-    sequences `update_ring_flash_attn_params` has named. `heads_k_stride`: K/V heads that are gathered at a time. Other
-    names than transformers' own need no package flash_attn."""
+    sequences `update_ring_flash_attn_params` has named. `heads_k_stride`: K/V heads that are gathered at a
+    time. Other names than transformers' own need no package flash_attn."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -92,7 +92,7 @@ def by_operator(q, k, v, options, extras, division=None):
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if needs_rules() or (not is_compiling() and forward_ad._current_level >= 0):
-        operator = _Transformed.apply
+        operator = _transformed
     splits = 0 if splits is None else splits
     return operator(q, k, v, *others, *extras[-2:], *flat(options), splits, packs)
 
@@ -117,7 +117,7 @@ def _differentiate(ctx, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     operator = torch.ops.fa_attn.backward
     if needs_rules():
-        operator = _TransformedBackward.apply
+        operator = _transformed_backward
     dq, dk, dv, dsinks = operator(dout, q, k, v, out, lse, dlse, *extras, *ctx.bounds, *ctx.options)
     has_sinks = extras[TENSORS.index("sinks")] is not None
     of_extras = Extras(sinks=dsinks if has_sinks else None, max_seqlen_q=None, max_seqlen_k=None)
@@ -133,40 +133,6 @@ def refused_twice(ctx, *gradients):
 
 
 _backward_operator.register_autograd(refused_twice)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """The backward operator within torch.func."""
-
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.fa_attn.backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(refused_twice)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
-
-
-class _Transformed(torch.autograd.Function):
-    """The forward operator within torch.func, which does not differentiate operators written in Python."""
-
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.fa_attn.forward(*arguments)
-
-    setup_context = staticmethod(_setup)
-    backward = staticmethod(_differentiate)
-    jvp = staticmethod(no_tangents)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return one_by_one(_Transformed.apply)(info, in_dims, *arguments)
 
 
 def one_by_one(operator):
@@ -189,6 +155,29 @@ def one_by_one(operator):
         return tuple(map(torch.stack, results)), (0,) * len(results)
 
     return rule
+
+
+def within_func(operator, derivative, setup=None):
+    """An operator within torch.func, which does not differentiate operators written in Python."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):
+            return operator(*arguments)
+
+        setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
+        backward = staticmethod(derivative)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            return one_by_one(Function.apply)(info, in_dims, *arguments)
+
+    return Function.apply
+
+
+_transformed = within_func(torch.ops.fa_attn.forward, _differentiate, _setup)
+_transformed_backward = within_func(torch.ops.fa_attn.backward, refused_twice)
 
 
 for _operator in (_forward_operator, _backward_operator):

@@ -29,8 +29,8 @@ from ._torch_memory import (
     out_type,
     rows_of,
 )
-from ._torch_operators import one_by_one, refused_twice
-from ._torch_passes import no_tangents, run_backward, run_forward
+from ._torch_operators import one_by_one, refused_twice, within_func
+from ._torch_passes import run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
 
@@ -187,7 +187,7 @@ def _differentiate(ctx, dout, dlse):
     program = (*arrays, *ctx.program)
     operator = torch.ops.fa_attn.backward_program
     if needs_rules():
-        operator = _TransformedBackward.apply
+        operator = _transformed_backward
     dq, dk, dv, dsinks, *made = operator(
         dout, q, k, v, out, lse, dlse, ctx.wants, *program, *extras, *ctx.bounds, *ctx.options
     )
@@ -206,38 +206,8 @@ _forward_operator.register_autograd(_differentiate, setup_context=_setup)
 _backward_operator.register_autograd(refused_twice)
 
 
-class _TransformedBackward(torch.autograd.Function):
-    """The backward operator within torch.func."""
-
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.fa_attn.backward_program(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(refused_twice)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
-
-
-class _Transformed(torch.autograd.Function):
-    """The forward operator within torch.func, which does not differentiate operators written in Python."""
-
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.fa_attn.forward_program(*arguments)
-
-    setup_context = staticmethod(_setup)
-    backward = staticmethod(_differentiate)
-    jvp = staticmethod(no_tangents)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return one_by_one(_Transformed.apply)(info, in_dims, *arguments)
+_transformed = within_func(torch.ops.fa_attn.forward_program, _differentiate, _setup)
+_transformed_backward = within_func(torch.ops.fa_attn.backward_program, refused_twice)
 
 
 for _operator in (_forward_operator, _backward_operator):
@@ -271,7 +241,7 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward_program
     if needs_rules() or (not is_compiling() and forward_ad._current_level >= 0):
-        operator = _Transformed.apply
+        operator = _transformed
     return operator(
         q,
         k,
