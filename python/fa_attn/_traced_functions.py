@@ -114,6 +114,20 @@ _formula(
     "asinh",
     "arcsinh",
 )
+_formula(1, "sin({0}) / cos({0})", "tan")
+_formula(1, "{0} / (1.0 + abs({0}))", "softsign")
+_formula(1, "{0} - tanh({0})", "tanhshrink")
+_formula(
+    1,
+    "1.0507009873554805 * select(0.0 < {0}, {0}, 1.6732632423543772 * (exp({0}) - 1.0))",
+    "selu",
+)
+_formula(2, "select({0} == 0.0, {1}, select({0} < 0.0, 0.0, 1.0))", "heaviside")
+_formula(1, "select({0} == 0.0, 1.0, sin(3.141592653589793 * {0}) / (3.141592653589793 * {0}))", "sinc")
+_formula(1, "0.5 * log((1.0 + {0}) / (1.0 - {0}))", "atanh", "arctanh")
+_formula(1, "log({0} + sqrt({0} * {0} - 1.0))", "acosh", "arccosh")
+_formula(1, "{0} * 0.017453292519943295", "deg2rad", "radians")
+_formula(1, "{0} * 57.29577951308232", "rad2deg", "degrees")
 
 
 def _exponential_unit(recorder, x, alpha, exponent):
@@ -227,19 +241,3 @@ def _logaddexp(recorder, a, b):
     apart = recorder.line(f"{a.name} - {b.name}", "f32", a, b)
     text = f"max({a.name}, {b.name}) + log(1.0 + exp(-{SIZE.format(apart.name)}))"
     return recorder.line(text, "f32", a, b, apart)
-
-
-_formula(1, "sin({0}) / cos({0})", "tan")
-_formula(1, "{0} / (1.0 + abs({0}))", "softsign")
-_formula(1, "{0} - tanh({0})", "tanhshrink")
-_formula(
-    1,
-    "1.0507009873554805 * select(0.0 < {0}, {0}, 1.6732632423543772 * (exp({0}) - 1.0))",
-    "selu",
-)
-_formula(2, "select({0} == 0.0, {1}, select({0} < 0.0, 0.0, 1.0))", "heaviside")
-_formula(1, "select({0} == 0.0, 1.0, sin(3.141592653589793 * {0}) / (3.141592653589793 * {0}))", "sinc")
-_formula(1, "0.5 * log((1.0 + {0}) / (1.0 - {0}))", "atanh", "arctanh")
-_formula(1, "log({0} + sqrt({0} * {0} - 1.0))", "acosh", "arccosh")
-_formula(1, "{0} * 0.017453292519943295", "deg2rad", "radians")
-_formula(1, "{0} * 57.29577951308232", "rad2deg", "degrees")
