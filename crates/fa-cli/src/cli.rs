@@ -1,6 +1,6 @@
 //! The command line as a whole: the commands and what all of them take.
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
@@ -32,6 +32,26 @@ pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+impl Cli {
+    /// The command line of this process.
+    ///
+    /// # Errors
+    /// What is wrong with it, and requests for help.
+    pub(crate) fn given() -> Result<Cli, clap::Error> {
+        let mut matches = taking_negative_numbers(Cli::command()).try_get_matches()?;
+        Cli::from_arg_matches_mut(&mut matches)
+    }
+}
+
+/// A command whose flags judge negative numbers themselves: to clap they are unknown flags.
+fn taking_negative_numbers(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|arg| {
+        let takes = arg.get_long().is_some() && arg.get_action().takes_values();
+        arg.allow_negative_numbers(takes)
+    });
+    command.mut_subcommands(taking_negative_numbers)
 }
 
 const TOP_EXAMPLES: &str = "\
@@ -99,8 +119,8 @@ pub(crate) enum Command {
 
 #[cfg(test)]
 mod tests {
+    use clap::Arg;
     use clap::error::{ContextKind, ErrorKind};
-    use clap::{Arg, CommandFactory};
 
     use super::*;
 

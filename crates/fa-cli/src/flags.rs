@@ -85,13 +85,13 @@ pub(crate) struct AttentionArgs {
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Factor on Q K^T [default: 1/sqrt(head_dim); none with --latent]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     pub scale: Option<f64>,
     /// v holds latents (MLA), with which keys begin: q has v's columns and then k's
     #[arg(long)]
     pub latent: bool,
     /// Soft cap: scores become X tanh(score / X), before the mask
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     pub softcap: Option<f64>,
     /// Order of the tensors' axes [default: the file's metadata entry 'layout', else bshd]
     #[arg(long, value_parser = parse_layout)]
@@ -117,7 +117,7 @@ pub(crate) struct MaskArgs {
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub window: Option<Window>,
     /// Query i lies N keys right of key i + keys - queries, for the mask and for ALiBi
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub query_offset: i64,
 }
 
@@ -231,7 +231,7 @@ pub(crate) struct ProblemArgs {
     #[command(flatten)]
     pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     pub softcap: Option<f64>,
     #[command(flatten)]
     pub score: ScoreArgs,
@@ -357,7 +357,7 @@ pub(crate) struct ShapeArgs {
     #[command(flatten)]
     pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     pub softcap: Option<f64>,
     #[command(flatten)]
     pub mods: ModArgs,

@@ -29,7 +29,7 @@ mod term;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use clap::CommandFactory;
 
 use crate::cli::{Cli, Command};
 use crate::term::failure;
@@ -37,7 +37,7 @@ use crate::term::failure::{EXIT_FAILURE, StdoutError, Verdict};
 use crate::term::stop;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::given() {
         Ok(cli) => cli,
         Err(error) => return explain(&error),
     };

@@ -138,11 +138,11 @@ pub(crate) struct EmulateArgs {
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Factor on Q K^T [default: 1/sqrt(head_dim)]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     #[arg(requires = "spec")]
     pub scale: Option<f64>,
     /// Soft cap [default for kernels that have one: 15]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(long, value_name = "X")]
     #[arg(requires = "spec")]
     pub softcap: Option<f64>,
     /// Order of the tensors' axes
