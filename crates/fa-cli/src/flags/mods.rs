@@ -18,10 +18,10 @@ pub(crate) struct ModArgs {
     #[arg(long)]
     pub bias: bool,
     /// The bias's axes of their own, of b, h, q and k; the others share its elements
-    #[arg(long, value_name = "AXES", default_value = "b,h,q,k")]
+    #[arg(long, value_name = "AXES", default_value = "b,h,q,k", requires = "bias")]
     pub bias_shape: String,
     /// The bias's type: bf16, f16 or f32; the gradient of a bias is f32
-    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", requires = "bias")]
     pub bias_dtype: String,
     /// A backward computes the gradient of the bias as well
     #[arg(long, requires = "bias")]
@@ -90,7 +90,7 @@ impl ModArgs {
     /// Scores with all of the flags.
     ///
     /// # Errors
-    /// Texts that are no programs, and flags that name no axis.
+    /// Texts that are no programs, masks that change scores, and flags that name no axis.
     pub(crate) fn of(&self, score: ScoreMod) -> Result<ScoreMod, String> {
         self.dropout.of(score.with_program(self.program()?))
     }
@@ -98,19 +98,18 @@ impl ModArgs {
     /// The programs of the flags as one.
     ///
     /// # Errors
-    /// Texts that are no programs, and flags that name no axis.
+    /// Texts that are no programs, masks that change scores, and flags that name no axis.
     pub(crate) fn program(&self) -> Result<Option<Interned>, String> {
         let mut texts = Vec::new();
-        let whole = |result: &str, text: &str| match text.contains(';') {
-            true => text.to_owned(),
-            false => format!("{result} = {text};"),
-        };
-        texts.extend(self.mask_mod.as_ref().map(|text| ("--mask-mod", whole("mask", text))));
+        texts.extend(self.mask_mod.as_ref().map(|text| ("--mask-mod", text.clone())));
         texts.extend(self.chunk.map(|n| ("--chunk", format!("mask = (q + off) // {n} == k // {n};"))));
         if self.bias {
             let axes: Vec<&str> = self.bias_shape.split(',').map(str::trim).collect();
             if let Some(other) = axes.iter().find(|axis| !["b", "h", "q", "k"].contains(axis)) {
-                return Err(format!("--bias-shape {}: {other} is none of b, h, q and k", self.bias_shape));
+                return Err(format!("--bias-shape {}: '{other}' is none of b, h, q and k", self.bias_shape));
+            }
+            if let Some(twice) = axes.iter().enumerate().find(|(at, axis)| axes[..*at].contains(axis)) {
+                return Err(format!("--bias-shape {}: {} is there twice", self.bias_shape, twice.1));
             }
             let blanks = vec!["_"; axes.len()].join(", ");
             let (dtype, indices) = (&self.bias_dtype, axes.join(", "));
@@ -118,10 +117,13 @@ impl ModArgs {
             let text = format!("array bias: {dtype}[{blanks}]{grad}; score = s + bias[{indices}];");
             texts.push(("--bias", text));
         }
-        texts.extend(self.score_mod.as_ref().map(|text| ("--score-mod", whole("score", text))));
+        texts.extend(self.score_mod.as_ref().map(|text| ("--score-mod", text.clone())));
         let mut all: Option<Program> = None;
         for (flag, text) in texts {
             let own = Program::parse(&text).map_err(|error| format!("{flag}: {error}"))?;
+            if flag == "--mask-mod" && (own.mask().is_none() || own.score().is_some()) {
+                return Err(format!("{flag} {text}: this is no mask alone, a bool, as in k <= q"));
+            }
             all = Some(match all {
                 Some(before) => before.with(&own).map_err(|error| format!("{flag}: {error}"))?,
                 None => own,
@@ -159,8 +161,28 @@ mod tests {
             ModArgs { dropout: DropoutArgs { dropout: Some(1.0), ..DropoutArgs::default() }, ..all.clone() };
         assert!(wrong.of(ScoreMod::NONE).is_err_and(|error| error.starts_with("--dropout: ")));
         let wrong = ModArgs { bias_shape: "h,x".into(), ..all.clone() };
-        assert!(wrong.program().is_err_and(|error| error.contains("x is none of b, h, q and k")));
-        let wrong = ModArgs { mask_mod: Some("k +".into()), ..ModArgs::default() };
-        assert!(wrong.program().is_err_and(|error| error.starts_with("--mask-mod: ")));
+        assert!(wrong.program().is_err_and(|error| error.contains("'x' is none of b, h, q and k")));
+        let wrong = ModArgs { bias_shape: "h,h".into(), ..all.clone() };
+        assert!(wrong.program().is_err_and(|error| error.contains("h is there twice")));
+    }
+
+    #[test]
+    fn errors_have_their_places_and_masks_change_no_scores() {
+        let mask = |text: &str| ModArgs { mask_mod: Some(text.into()), ..ModArgs::default() }.program();
+        let score = |text: &str| ModArgs { score_mod: Some(text.into()), ..ModArgs::default() }.program();
+        for (error, parts) in [
+            (mask("k +"), ["--mask-mod: ", "column 4"]),
+            (mask("k <= x"), ["--mask-mod: ", "column 6: `x`"]),
+            (mask("2 * s"), ["--mask-mod 2 * s: ", "no mask alone"]),
+            (mask("scalar c: f32; c * s"), ["--mask-mod ", "no mask alone"]),
+            (mask("mask = k <= q; score = 2 * s;"), ["--mask-mod ", "no mask alone"]),
+            (score("2 * t"), ["--score-mod: ", "column 5: `t`"]),
+        ] {
+            let error = error.unwrap_err();
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        }
+        for whole in ["mask = k <= q; score = 2 * s;", "select(k <= q, s, -inf)"] {
+            assert!(score(whole).is_ok(), "{whole}");
+        }
     }
 }
