@@ -1,8 +1,8 @@
 //! `fa check-mod`: what a mask or a modification of scores is, without computing attention.
 
 use std::fmt::Write;
+use std::path::Path;
 
-use anyhow::Context;
 use clap::Args;
 use fa_core::counted;
 use fa_core::program::{Deps, Inputs, Operations, Point, Program, ScoreClass, Tile, TileState, Type, Value};
@@ -28,7 +28,7 @@ pub(crate) struct CheckModArgs {
     /// Queries and keys of a tile
     #[arg(long, value_name = "QxK", default_value = "128x128", value_parser = parse_lengths)]
     pub tile: (usize, usize),
-    /// The value of a scalar; without one, tiles hold for every value
+    /// The value of a scalar (may be repeated); without one, tiles hold for every value
     #[arg(long, value_name = "NAME=VALUE")]
     pub scalar: Vec<String>,
     /// Print the header that kernels are compiled with, and nothing else
@@ -132,7 +132,7 @@ const MOST_TILES: usize = 1 << 22;
 /// When the text is no program, and when standard output is closed.
 pub(crate) fn command(args: &CheckModArgs) -> anyhow::Result<Verdict> {
     let text = if args.program == "-" {
-        std::io::read_to_string(std::io::stdin()).context("cannot read standard input")?
+        std::io::read_to_string(std::io::stdin()).map_err(InputError::read(Path::new("standard input")))?
     } else {
         args.program.clone()
     };
@@ -216,7 +216,9 @@ fn scalars(program: &Program, given: &[String]) -> Result<Vec<Option<Value>>, In
         if decl.positive && matches!(parsed, Value::I32(value) if value <= 0) {
             return Err(usage("it divides, and has to be positive".to_owned()));
         }
-        values[place] = Some(parsed);
+        if values[place].replace(parsed).is_some() {
+            return Err(usage(format!("{} has a value already", decl.name)));
+        }
     }
     Ok(values)
 }

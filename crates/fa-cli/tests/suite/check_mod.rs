@@ -38,6 +38,7 @@ fn what_is_no_program_is_refused() {
         ("k <= q", vec!["--scalar", "w=1"], "the program has no such scalar; it has none"),
         ("scalar w: i32; k // w == 0", vec!["--scalar", "w=0"], "it divides, and has to be positive"),
         ("scalar w: i32; k == w", vec!["--scalar", "w=x"], "this is no i32"),
+        ("scalar w: i32; k == w", vec!["--scalar", "w=1", "--scalar", "w=2"], "w has a value already"),
         ("k <= q", vec!["--seqlen", "100000000", "--tile", "1"], "use a larger --tile"),
         ("k <= q", vec!["--tile", "0"], "lengths are 1 to 2^31 - 1"),
         ("k <= q", vec!["--header", "--json"], "cannot be used with"),
