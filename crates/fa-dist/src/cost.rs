@@ -439,8 +439,8 @@ fn why(best: &Cost, next: Option<&Cost>, world: usize) -> String {
         format!("; {} takes {:.1}% longer", next.scheme.name(), 100.0 * (next.seconds / best.seconds - 1.0))
     });
     format!(
-        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} \
-         times less time than one ({} ms){than}",
+        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs are {:.2} \
+         times as fast as one ({} ms){than}",
         best.scheme.name(),
         ms(hidden),
         ms(best.transfers + best.sums),
@@ -474,7 +474,7 @@ mod tests {
         assert!(parts.exposed < 0.4 * (parts.transfers + parts.sums), "{parts:?}");
         assert!(best.seconds <= parts.seconds, "{best:?} {parts:?}");
         let text = long.to_string();
-        assert!(text.contains("come at once") && text.contains("times less time than one"), "{text}");
+        assert!(text.contains("come at once") && text.contains("times as fast as one"), "{text}");
     }
 
     #[test]

@@ -22,9 +22,9 @@ pub(crate) struct CompletionsArgs {
 #[derive(Debug, Args)]
 #[command(after_help = MAN_EXAMPLES)]
 pub(crate) struct ManArgs {
-    /// A command, such as plan
-    pub command: Option<String>,
-    /// Write every page, fa.1, fa-run.1, .., into this folder, which is made if it is missing
+    /// A command, such as plan or dist check
+    pub command: Vec<String>,
+    /// Write every page, fa.1, fa-run.1, fa-dist-plan.1, .., into this folder, which is made if it is missing
     #[arg(long, value_name = "DIR", conflicts_with = "command")]
     pub out: Option<PathBuf>,
 }
@@ -55,20 +55,28 @@ pub(crate) fn completions(args: &CompletionsArgs, mut program: Command) -> anyho
 pub(crate) fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
     program.build();
     if let Some(folder) = &args.out {
-        return write_pages(folder, program);
+        return write_pages(folder, &program);
     }
-    let command = match &args.command {
-        None => program,
-        Some(name) => {
-            let shown = program.get_subcommands().filter(|c| !c.is_hide_set());
-            let names: Vec<String> = shown.map(|c| c.get_name().to_owned()).collect();
-            program.find_subcommand(name).cloned().ok_or_else(|| {
-                InputError::Usage(format!("there is no command '{name}': use one of {}", names.join(", ")))
-            })?
-        }
-    };
-    output::print(&String::from_utf8(page_of(command)?)?)?;
+    let mut command = &program;
+    for name in &args.command {
+        let names: Vec<&str> = shown(command).map(Command::get_name).collect();
+        command = shown(command).find(|command| command.get_name() == name).ok_or_else(|| {
+            InputError::Usage(format!("there is no command '{name}': use one of {}", names.join(", ")))
+        })?;
+    }
+    output::print(&String::from_utf8(page_of(command.clone())?)?)?;
     Ok(Verdict::Good)
+}
+
+/// The commands of a command that its help lists.
+fn shown(command: &Command) -> impl Iterator<Item = &Command> {
+    command.get_subcommands().filter(|command| !command.is_hide_set())
+}
+
+/// A command and those below it, but for what `help` repeats.
+fn with_commands(command: &Command) -> Vec<&Command> {
+    let below = shown(command).filter(|command| command.get_name() != "help");
+    std::iter::once(command).chain(below.flat_map(with_commands)).collect()
 }
 
 fn page_of(command: Command) -> std::io::Result<Vec<u8>> {
@@ -80,19 +88,17 @@ fn page_of(command: Command) -> std::io::Result<Vec<u8>> {
 }
 
 /// Writes the pages of the program and of its commands, and says which.
-fn write_pages(folder: &Path, program: Command) -> anyhow::Result<Verdict> {
+fn write_pages(folder: &Path, program: &Command) -> anyhow::Result<Verdict> {
     let refuse = |error: std::io::Error| InputError::Target {
         path: folder.to_owned(),
         reason: format!("the folder cannot be made: {error}"),
     };
     std::fs::create_dir_all(folder).map_err(refuse)?;
-    let commands: Vec<Command> =
-        program.get_subcommands().filter(|command| !command.is_hide_set()).cloned().collect();
     let mut written = String::new();
-    for command in std::iter::once(program).chain(commands) {
+    for command in with_commands(program) {
         let name = command.get_display_name().unwrap_or(command.get_name()).to_owned();
         let path = folder.join(format!("{name}.1"));
-        let page = page_of(command).with_context(|| format!("the page of {name}"))?;
+        let page = page_of(command.clone()).with_context(|| format!("the page of {name}"))?;
         let target = AtomicFile::probe(&path).map_err(InputError::from)?;
         target.write(|writer| writer.write_all(&page)).map_err(InputError::from)?;
         written += &format!("{}\n", path.display());

@@ -2,10 +2,11 @@
 
 use crate::common::{Dir, fa, fa_args, fa_with, listing, refused, text};
 
-const COMMANDS: [&str; 14] = [
+const COMMANDS: [&str; 19] = [
     "run",
     "plan",
     "check",
+    "check-mod",
     "bench",
     "build",
     "validate",
@@ -14,6 +15,10 @@ const COMMANDS: [&str; 14] = [
     "ladder",
     "prove",
     "records",
+    "dist",
+    "dist plan",
+    "dist check",
+    "dist bench",
     "doctor",
     "completions",
     "man",
@@ -23,11 +28,12 @@ const COMMANDS: [&str; 14] = [
 fn every_command_has_help_with_examples_and_a_manual_page() {
     let all = fa("--help").good();
     for name in COMMANDS {
-        assert!(all.contains(&format!("  {name}")), "{name} is not in\n{all}");
-        let help = fa_args(&[name, "--help"]).good();
+        let (first, page) = (name.split(' ').next().unwrap(), name.replace([' ', '-'], "\\-"));
+        assert!(all.contains(&format!("  {first}")), "{name} is not in\n{all}");
+        let help = fa(&format!("{name} --help")).good();
         assert!(help.contains("Examples:") && help.contains(&format!("fa {name}")), "{help}");
-        let page = fa_args(&["man", name]).good();
-        assert!(page.contains(".TH") && page.contains(&format!("fa\\-{name}")), "{page}");
+        let (title, page) = (format!("fa\\-{page}"), fa(&format!("man {name}")).good());
+        assert!(page.contains(".TH") && page.contains(&title), "{page}");
         let version = fa("--version").good();
         let title = page.lines().find(|line| line.starts_with(".TH")).unwrap();
         assert!(title.contains(version.trim()), "{title}");
@@ -45,7 +51,8 @@ fn the_manual_is_written_as_pages_of_a_folder() {
     let pages = folder.path("man/man1");
     let said = fa_args(&["man", "--out", text(&pages)]).good();
     let written = listing(&pages);
-    let mut expected: Vec<String> = COMMANDS.iter().map(|name| format!("fa-{name}.1")).collect();
+    let mut expected: Vec<String> =
+        COMMANDS.iter().map(|name| format!("fa-{}.1", name.replace(' ', "-"))).collect();
     expected.push("fa.1".to_owned());
     for name in &expected {
         assert!(written.contains(name), "{name} is not in {written:?}");

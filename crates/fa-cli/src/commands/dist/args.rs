@@ -20,21 +20,38 @@ pub(crate) struct DistArgs {
 const DIST_EXAMPLES: &str = "\
 Examples:
   fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
+  fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
+  fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
   fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
+  fa dist plan --mode both --link network --link-rate 25 --json";
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
   fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
   fa dist check --repeat 200        200 runs with the same bits
   fa dist check --transport network                over sockets, as between machines
-  fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU
-  fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
+  fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU";
+
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  fa dist bench --ranks 2           beside one GPU that computes the same, in the same run
+  fa dist bench --ranks 4 --quick --json";
 
 /// The commands of `fa dist`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DistCommand {
     /// Predict every scheme for a problem over several GPUs, and say what is hidden under what
+    #[command(after_help = PLAN_EXAMPLES)]
     Plan(PlanArgs),
     /// Compare several GPUs of this machine with one of them, and test what happens when a rank fails
+    #[command(after_help = CHECK_EXAMPLES)]
     Check(CheckArgs),
     /// Measure several GPUs of this machine beside one of them
+    #[command(after_help = BENCH_EXAMPLES)]
     Bench(RunArgs),
     /// One rank of `fa dist check` and `fa dist bench`, whose jobs are on standard input
     #[command(hide = true)]
@@ -73,7 +90,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Element type: bf16, f16
-    #[arg(long, default_value = "bf16")]
+    #[arg(long, default_value = "bf16", value_parser = sixteen_bits)]
     pub dtype: Dtype,
     /// GPU architecture
     #[arg(long, default_value = "sm90")]
@@ -150,6 +167,12 @@ fn gpus(text: &str) -> Result<usize, String> {
 fn planned(text: &str) -> Result<usize, String> {
     let given = Some(whole::<usize>(text)?).filter(|count| (1..=MAX_WORLD).contains(count));
     given.ok_or_else(|| format!("use 1 to {MAX_WORLD}"))
+}
+
+/// A type that several GPUs compute in.
+fn sixteen_bits(text: &str) -> Result<Dtype, String> {
+    let dtype = text.parse().ok().filter(|dtype: &Dtype| dtype.is_half());
+    dtype.ok_or_else(|| "use bf16 or f16".to_owned())
 }
 
 /// Runs that are compared.

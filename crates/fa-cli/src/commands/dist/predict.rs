@@ -7,7 +7,7 @@ use fa_planner::Mode;
 use serde::Serialize;
 
 use super::args::PlanArgs;
-use crate::term::failure::Verdict;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 
 /// A scheme's prediction as JSON has it.
@@ -26,6 +26,11 @@ struct Row<'a> {
 pub(super) fn plan(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let problem = args.problem();
     problem.check()?;
+    if args.batch == 0 || args.seqlen.q == 0 || args.seqlen.k == 0 {
+        return Err(
+            InputError::Usage("no queries or no keys: there is nothing to divide among GPUs".into()).into()
+        );
+    }
     let passes: &[Pass] = match args.mode.unwrap_or(Mode::Fwd) {
         Mode::Fwd => &[Pass::Forward],
         Mode::Bwd => &[Pass::BACKWARD],
