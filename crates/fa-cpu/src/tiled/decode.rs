@@ -122,6 +122,111 @@ fn split_of(problem: &Problem, queries: usize) -> usize {
     SPLIT * (queries * problem.group_size() * problem.head_dim_v / RESULT).max(1)
 }
 
+/// The keys that a unit's queries see, and their splits.
+struct Seen {
+    keys: Range<usize>,
+    /// How many splits there are.
+    splits: usize,
+    /// Keys of a split. Splits begin at its multiples.
+    split: usize,
+}
+
+impl Seen {
+    fn of<T: Element>(call: &Forward<'_, T>, unit: &Unit) -> Seen {
+        let band = call.band(unit.sequence);
+        let (keys, split) = (band.visible_keys(&(0..band.q)), split_of(call.problem, band.q));
+        let splits = keys.end.div_ceil(split).saturating_sub(keys.start / split).max(1);
+        Seen { keys, splits, split }
+    }
+
+    /// The keys of a split.
+    fn keys_of(&self, index: usize) -> Range<usize> {
+        let start = (self.keys.start / self.split + index) * self.split;
+        let begin = start.max(self.keys.start);
+        begin..self.keys.end.min(start + self.split).max(begin)
+    }
+}
+
+/// The splits of all units, and their results.
+struct Splits {
+    units: Vec<Open>,
+    /// The results of splits of units that have several.
+    partial: Vec<OnceLock<State>>,
+    /// Splits of all units.
+    count: usize,
+    /// Multiply-adds of all units.
+    products: usize,
+}
+
+/// The splits of a unit.
+struct Open {
+    count: usize,
+    /// Those that are still to come.
+    left: AtomicUsize,
+    /// The first of its results.
+    first: usize,
+}
+
+impl Splits {
+    fn of<T: Element>(call: &Forward<'_, T>, units: &[Unit]) -> Splits {
+        let Forward { problem, batch, .. } = *call;
+        let mut open = Vec::with_capacity(units.len());
+        let (mut parts, mut all, mut products) = (0, 0, 0);
+        for unit in units {
+            let Seen { keys, splits, .. } = Seen::of(call, unit);
+            let rows = batch.sequences[unit.sequence].q.len * problem.group_size();
+            products += rows * keys.len() * (problem.head_dim + problem.head_dim_v);
+            open.push(Open { count: splits, left: AtomicUsize::new(splits), first: parts });
+            parts += if splits > 1 { splits } else { 0 };
+            all += splits;
+        }
+        let partial = (0..parts).map(|_| OnceLock::new()).collect();
+        Splits { units: open, partial, count: all, products }
+    }
+
+    /// Keeps the result of a unit's split, `rows` of `ldo` values. With the last of them, whichever thread
+    /// has it, `state` becomes the result over all: whether it has.
+    fn keep(
+        &self,
+        (unit, split): (usize, usize),
+        state: &mut State,
+        [rows, ldo]: [usize; 2],
+        sums: &mut [f64],
+    ) -> bool {
+        let Open { count, left, first } = &self.units[unit];
+        let mut own = State::new(rows, ldo);
+        own.o.copy_from_slice(&state.o[..rows * ldo]);
+        own.max.copy_from_slice(&state.max[..rows]);
+        own.sum.copy_from_slice(&state.sum[..rows]);
+        let empty = self.partial[first + split].set(own).is_ok();
+        debug_assert!(empty, "an item runs once");
+        if left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return false;
+        }
+        let parts = self.partial[*first..].iter().map_while(OnceLock::get).take(*count);
+        widest(Merge { to: state, parts, rows, ldo, sums });
+        true
+    }
+}
+
+/// The units in items of at most `together` of a sequence, each with one split of the keys.
+fn items<T: Element>(call: &Forward<'_, T>, units: &[Unit], together: usize, splits: usize) -> Vec<Item> {
+    let mut items = Vec::with_capacity(splits.div_ceil(together));
+    let mut first = 0;
+    while first < units.len() {
+        let of_sequence = units[first..].iter().take_while(|unit| unit.sequence == units[first].sequence);
+        let end = first + of_sequence.take(together).count();
+        let seen = Seen::of(call, &units[first]);
+        items.extend((0..seen.splits).map(|split| Item {
+            units: first..end,
+            keys: seen.keys_of(split),
+            split: (seen.splits > 1).then_some(split),
+        }));
+        first = end;
+    }
+    items
+}
+
 /// Computes O and LSE of the given units, all of which it [suits].
 pub(super) fn run<T: Element + Factor>(
     call: &Forward<'_, T>,
@@ -129,27 +234,11 @@ pub(super) fn run<T: Element + Factor>(
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) {
-    let Forward { kernels, threads, problem, batch, .. } = *call;
+    let Forward { threads, problem, batch, .. } = *call;
     if units.is_empty() {
         return;
     }
-    let seen = |unit: &Unit| {
-        let band = call.band(unit.sequence);
-        let (seen, split) = (band.visible_keys(&(0..band.q)), split_of(problem, band.q));
-        let splits = seen.end.div_ceil(split).saturating_sub(seen.start / split).max(1);
-        (seen, splits, split)
-    };
-    // Splits of each unit that are still to come, and its first partial result.
-    let (mut open, mut parts, mut all) = (Vec::with_capacity(units.len()), 0, 0);
-    let mut products = 0;
-    for unit in units {
-        let (seen, splits, _) = seen(unit);
-        let rows = batch.sequences[unit.sequence].q.len * problem.group_size();
-        products += rows * seen.len() * (problem.head_dim + problem.head_dim_v);
-        open.push((AtomicUsize::new(splits), parts));
-        parts += if splits > 1 { splits } else { 0 };
-        all += splits;
-    }
+    let splits = Splits::of(call, units);
     let group = problem.group_size();
     let rows = ROWS.max(group * most_queries(call));
     let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
@@ -157,24 +246,10 @@ pub(super) fn run<T: Element + Factor>(
     // page for a few cache lines.
     let strides = call.k.first.strides();
     let side_by_side = strides.head.abs() < strides.seq.abs();
-    let workers = schedule::workers(threads).min(products / PRODUCTS).max(1);
-    let fair = all / (4 * workers);
+    let workers = schedule::workers(threads).min(splits.products / PRODUCTS).max(1);
+    let fair = splits.count / (4 * workers);
     let together = if side_by_side { fair.min(STATE / (rows * ldo)).max(1) } else { 1 };
-    let mut items = Vec::with_capacity(all.div_ceil(together));
-    let mut first = 0;
-    while first < units.len() {
-        let of_sequence = units[first..].iter().take_while(|unit| unit.sequence == units[first].sequence);
-        let end = first + of_sequence.take(together).count();
-        let (seen, splits, keys) = seen(&units[first]);
-        for split in 0..splits {
-            let start = (seen.start / keys + split) * keys;
-            let begin = start.max(seen.start);
-            let keys = begin..seen.end.min(start + keys).max(begin);
-            items.push(Item { units: first..end, keys, split: (splits > 1).then_some(split) });
-        }
-        first = end;
-    }
-    let partial: Vec<OnceLock<State>> = (0..parts).map(|_| OnceLock::new()).collect();
+    let items = items(call, units, together, splits.count);
     let spans = || batch.sequences.iter().map(|sequence| (sequence.q, sequence.q.len.max(1)));
     let mut lse = lse.map(|lse| lse_tensor(call.q.shape(), lse));
     let lse = lse.as_mut().map(|lse| Scatter::new(lse, spans()));
@@ -194,46 +269,17 @@ pub(super) fn run<T: Element + Factor>(
             slices: Vec::with_capacity(TILE_N),
             decoded: Buffer::new(if job.v.are_codes() { TILE_N * ldq.max(ldo) } else { 0 }),
             next: [(); 2].map(|()| Vec::with_capacity(TILE_N)),
-            sums: Buffer::new(if parts > 0 { ldo } else { 0 }),
+            sums: Buffer::new(if splits.partial.is_empty() { 0 } else { ldo }),
         },
         |scratch, item| {
             let Item { units: of_item, keys, split } = &items[item];
-            let sequence = units[of_item.start].sequence;
-            let band = call.band(sequence);
+            let band = call.band(units[of_item.start].sequence);
             job.split(scratch, &units[of_item.clone()], &band, keys);
-            let rows = group * band.q;
-            for (index, Rows { state, .. }) in of_item.clone().zip(&mut scratch.units) {
-                if let Some(split) = split {
-                    let (left, first) = &open[index];
-                    let mut own = State::new(rows, ldo);
-                    own.o.copy_from_slice(&state.o[..rows * ldo]);
-                    own.max.copy_from_slice(&state.max[..rows]);
-                    own.sum.copy_from_slice(&state.sum[..rows]);
-                    let empty = partial[first + split].set(own).is_ok();
-                    debug_assert!(empty, "an item runs once");
-                    // The last thread merges the results of all.
-                    if left.fetch_sub(1, Ordering::AcqRel) > 1 {
-                        continue;
-                    }
-                    let (_, splits, _) = seen(&units[index]);
-                    let parts = partial[*first..].iter().map_while(OnceLock::get).take(splits);
-                    widest(Merge { to: state, parts, rows, ldo, sums: &mut scratch.sums });
-                }
-                for member in 0..group {
-                    let head = units[index].kv_head * group + member;
-                    let mut out_rows = out.take(sequence, head, 0);
-                    let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, head, 0));
-                    for query in 0..band.q {
-                        let row = member * band.q + query;
-                        let (normaliser, lse) = finish(state.max[row], state.sum[row], batch.sink(head));
-                        let sums = &mut state.o[row * ldo..][..problem.head_dim_v];
-                        let normaliser =
-                            normaliser_of(call, [sequence, head, query], (normaliser, lse), sums);
-                        out_rows.write(kernels, query, sums, normaliser);
-                        if let Some(lse_rows) = &mut lse_rows {
-                            lse_rows.write(kernels, query, &[lse], 1.0);
-                        }
-                    }
+            let Scratch { units: of_units, sums, .. } = scratch;
+            for (index, Rows { state, .. }) in of_item.clone().zip(of_units) {
+                let size = [group * band.q, ldo];
+                if split.is_none_or(|split| splits.keep((index, split), state, size, sums)) {
+                    job.write(units[index], band.q, state, &out, lse.as_ref());
                 }
             }
         },
@@ -385,6 +431,35 @@ impl<'a, T: Element + Factor> Job<'a, T> {
             self.accumulate(values, Ahead::Nothing, band, tile, s, state);
         } else {
             self.accumulate(self.v.rows(unit, tile.clone(), slices), ahead_v, band, tile, s, state);
+        }
+    }
+
+    /// Writes O and LSE of a unit.
+    fn write(
+        &self,
+        unit: Unit,
+        queries: usize,
+        state: &mut State,
+        out: &Scatter<'_, T>,
+        lse: Option<&Scatter<'_, f32>>,
+    ) {
+        let Forward { kernels, problem, batch, .. } = *self.call;
+        let (group, ldo) = (problem.group_size(), row_stride(problem.head_dim_v));
+        let sequence = unit.sequence;
+        for member in 0..group {
+            let head = unit.kv_head * group + member;
+            let mut out_rows = out.take(sequence, head, 0);
+            let mut lse_rows = lse.map(|lse| lse.take(sequence, head, 0));
+            for query in 0..queries {
+                let row = member * queries + query;
+                let (normaliser, lse) = finish(state.max[row], state.sum[row], batch.sink(head));
+                let sums = &mut state.o[row * ldo..][..problem.head_dim_v];
+                let normaliser = normaliser_of(self.call, [sequence, head, query], (normaliser, lse), sums);
+                out_rows.write(kernels, query, sums, normaliser);
+                if let Some(lse_rows) = &mut lse_rows {
+                    lse_rows.write(kernels, query, &[lse], 1.0);
+                }
+            }
         }
     }
 
