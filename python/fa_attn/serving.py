@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, Union, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Tuple, Union, overload
 
 from ._checks import (
     array,
@@ -184,19 +184,13 @@ def flash_attn_with_kvcache(
     wants_lse = flag("return_lse", return_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
-    if (k is None) != (v is None):
-        raise InputError("k and v are appended together: give both or neither")
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+    new = _New(k, v, rotary_cos, rotary_sin, cu_seqlens_k_new)
+    _check_partners(new)
     if rotary_seqlens is not None and rotary_cos is not None and rotary_seqlens is not cache_seqlens:
         raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
-    is_paged = table is not None
     for name, value in (
-        ("k", k),
-        ("v", v),
-        ("rotary_cos", rotary_cos),
-        ("rotary_sin", rotary_sin),
+        *zip(("k", "v", "rotary_cos", "rotary_sin"), new),
         ("cache_batch_idx", cache_batch_idx),
         ("cache_leftpad", cache_leftpad),
         ("page_table (block_table)", table),
@@ -211,17 +205,10 @@ def flash_attn_with_kvcache(
         if value is not None:
             of_one_library(name, value, q, face)
     interleaved = flag("rotary_interleaved", rotary_interleaved)
-    if cu_seqlens_q is not None and max_seqlen_q is None:
-        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    longest = q.shape[-3]
-    if max_seqlen_q is not None:
-        bound = upper_bound("max_seqlen_q", max_seqlen_q)
-        if surely(bound < 0):
-            raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
-        longest = longest if cu_seqlens_q is None else bound
+    longest = _longest(q, cu_seqlens_q, max_seqlen_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
-    given = q
+    given, is_paged = q, table is not None
     q, k_cache, v_cache, tensors, numbers, factor = coded(
         q,
         k_cache,
@@ -236,94 +223,45 @@ def flash_attn_with_kvcache(
     )
     output_scale = options.get("output_scale")
     room = out if output_scale is None else None
-    # What rotary embedding turns: of q in codes their values.
-    turned, descales = q, (tensors.get("k_descale"), tensors.get("v_descale"))
-    is_fp8 = numbers.out_dtype is not None
-    if k is not None and v is not None and numbers.kv_dtype is not None:
-        turned, k, v, descales = joining(given, k, v, descales, numbers)
-        if is_fp8 and rotary_cos is not None:
-            rotary_cos, rotary_sin = face.floats32(rotary_cos), face.floats32(rotary_sin)
-    if k is not None and face.has_autograd:
-        # What joins a cache of codes is quantised, and of q's type.
-        like = k_cache if numbers.kv_dtype is None else turned
-        turned, k, v, rotary_cos, rotary_sin = face.cast_to_cache(
-            like, turned, k, v, rotary_cos, rotary_sin
-        )
-        q = q if is_fp8 else turned
+    q, turned, new, descales = _joined(face, given, q, new, k_cache, tensors, numbers)
     if cache_batch_idx is not None:
-        shape = tuple(cache_batch_idx.shape)
-        if shape != (batch,):
-            raise InputError(
-                f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
-            )
-        table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
+        table = _table_of_rows(face, cache_batch_idx, k_cache, table, batch)
     plans = None
     if scheduler_metadata is not None:
         plans = plans_of(scheduler_metadata)
         chunk = options.get("attention_chunk")
         scheduler_metadata.check(given, k_cache, v_cache, numbers, batch, longest, is_paged, chunk)
         division = scheduler_metadata.divided(division)
-    used: Any = cache_seqlens
-    if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
-        capacity = capacity_of(k_cache, table)
-        if surely(used < 0) or surely(used > capacity):
-            raise InputError(
-                f"cache_seqlens is {used}: it must be from 0 to {capacity}, the rows of the cache"
-            )
-        used = face.ints(used, batch, q)
-    elif used is not None and (k is not None or cache_leftpad is not None):
-        _check_lengths(used, face, batch, capacity_of(k_cache, table))
+    capacity = capacity_of(k_cache, table)
+    is_checked = k is not None or cache_leftpad is not None
+    used = _used(face, cache_seqlens, q, batch, capacity, is_checked)
     if table is not None:
         table = face.contiguous(table)
     if cache_leftpad is not None:
-        if table is not None:
-            int32("page_table (block_table)", table)
-        lengths_of("cache_leftpad", cache_leftpad, batch, "a padding for each sequence")
-        if table is None and k_cache.shape[0] != batch:
-            raise InputError(
-                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
-            )
+        _check_padding(cache_leftpad, k_cache, table, batch)
     # Of the cache without padding, which is left out before keys are counted.
-    mods = asked(q, lambda: Extents(batch, q.shape[-2], longest, capacity_of(k_cache, table)), options)
-    if k is None or v is None:
-        if rotary_cos is not None:
-            raise UnsupportedError(
-                "rotary embedding turns what is appended: give k and v, or turn q beforehand"
-            )
-        if cu_seqlens_k_new is not None:
-            # Servers give it with every call; nothing is appended.
-            lengths_of("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "batch + 1")
+    mods = asked(q, lambda: Extents(batch, q.shape[-2], longest, capacity), options)
+    queries = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest, alibi_slopes=alibi_slopes)
+    if k is None:
+        _check_no_rows(new, batch)
     else:
-        axes = 4 if cu_seqlens_k_new is None else 3
-        if len(k.shape) != axes or len(v.shape) != axes:
-            _refuse_rows(axes, k=k, v=v)
-        if used is None:
-            raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
-        if cu_seqlens_k_new is not None:
-            _check_starts(cu_seqlens_k_new, k, batch, face)
+        _check_rows(face, new, used, batch)
         # Before the caches are written.
-        extras = extras_of(
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=used,
-            page_table=table,
-            alibi_slopes=alibi_slopes,
-            max_seqlen_q=longest,
-            **tensors,
-        )
+        extras = extras_of(**queries, seqused_k=used, page_table=table, **tensors)
         face.check(*_on_values(face, q, k_cache, v_cache, options, numbers), extras, room)
         turned, used = face.append(
             Append(
-                k,
-                v,
+                new.k,
+                new.v,
                 k_cache,
                 v_cache,
                 turned,
-                rotary_cos,
-                rotary_sin,
+                new.cos,
+                new.sin,
                 interleaved,
                 numbers,
-                cu_seqlens_k_new,
-                k.shape[0],
+                new.starts,
+                new.k.shape[0],
                 used,
                 table,
                 cu_seqlens_q,
@@ -331,13 +269,13 @@ def flash_attn_with_kvcache(
                 *descales,
             )
         )
-        if not is_fp8:
+        if numbers.out_dtype is None:
             q = turned
-        elif rotary_cos is not None:
+        elif new.cos is not None:
             q = face.bits(encoded(turned))
     q, numbers = on_values(face, q, v_cache, options, numbers)
     if (table is not None or cache_leftpad is not None) and used is None:
-        used = face.ints(capacity_of(k_cache, table), batch, q)
+        used = face.ints(capacity, batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
         _without_page(tensors, table)
@@ -353,14 +291,7 @@ def flash_attn_with_kvcache(
         if mods is not None:
             mods = mods.with_arrays(face.detached(*named) for named in zip(mods.names, mods.arrays))
     extras = extras_of(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=starts,
-        seqused_k=used,
-        page_table=table,
-        alibi_slopes=alibi_slopes,
-        max_seqlen_q=longest,
-        max_seqlen_k=rows,
-        **tensors,
+        **queries, cu_seqlens_k=starts, seqused_k=used, page_table=table, max_seqlen_k=rows, **tensors
     )
     made, lse = face.attention(
         q,
@@ -381,6 +312,116 @@ def flash_attn_with_kvcache(
     return (made, lse) if wants_lse else made
 
 
+class _New(NamedTuple):
+    """Rows that a call appends, and the tables by which they are turned."""
+
+    k: Any
+    v: Any
+    cos: Any
+    sin: Any
+    # Of packed rows.
+    starts: Any
+
+
+def _joined(face, given, q, new, k_cache, tensors, numbers):
+    """q, what rotary embedding turns of it, the new rows as their cache takes them, and its descales."""
+    # Of q in codes their values.
+    turned, descales = q, (tensors.get("k_descale"), tensors.get("v_descale"))
+    if new.k is None:
+        return q, turned, new, descales
+    k, v, cos, sin, starts = new
+    is_fp8 = numbers.out_dtype is not None
+    if numbers.kv_dtype is not None:
+        turned, k, v, descales = joining(given, k, v, descales, numbers)
+        if is_fp8 and cos is not None:
+            cos, sin = face.floats32(cos), face.floats32(sin)
+    if face.has_autograd:
+        # What joins a cache of codes is quantised, and of q's type.
+        like = k_cache if numbers.kv_dtype is None else turned
+        turned, k, v, cos, sin = face.cast_to_cache(like, turned, k, v, cos, sin)
+        q = q if is_fp8 else turned
+    return q, turned, _New(k, v, cos, sin, starts), descales
+
+
+def _check_partners(new):
+    if (new.k is None) != (new.v is None):
+        raise InputError("k and v are appended together: give both or neither")
+    if (new.cos is None) != (new.sin is None):
+        raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+
+
+def _longest(q, cu_seqlens_q, max_seqlen_q):
+    """The most queries of a sequence."""
+    if max_seqlen_q is None:
+        if cu_seqlens_q is not None:
+            raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
+        return q.shape[-3]
+    bound = upper_bound("max_seqlen_q", max_seqlen_q)
+    if surely(bound < 0):
+        raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
+    return q.shape[-3] if cu_seqlens_q is None else bound
+
+
+def _table_of_rows(face, rows, k_cache, table, batch):
+    """The table of a call's sequences, which name their rows of the cache or of its table."""
+    shape = tuple(rows.shape)
+    if shape != (batch,):
+        raise InputError(f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence")
+    return face.table_of_rows(rows, k_cache.shape[0], table)
+
+
+def _used(face, cache_seqlens, q, batch, capacity, is_checked):
+    """The keys in use of each sequence, as an array; None for all."""
+    used = cache_seqlens
+    if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
+        if surely(used < 0) or surely(used > capacity):
+            raise InputError(
+                f"cache_seqlens is {used}: it must be from 0 to {capacity}, the rows of the cache"
+            )
+        return face.ints(used, batch, q)
+    if used is not None and is_checked:
+        lengths_of("cache_seqlens", used, batch)
+        # On the CPU those that the cache holds.
+        own = face.host(used)
+        if own is not None:
+            check_within_cache("cache_seqlens", own, capacity)
+    return used
+
+
+def _check_padding(padding, k_cache, table, batch):
+    if table is not None:
+        int32("page_table (block_table)", table)
+    lengths_of("cache_leftpad", padding, batch, "a padding for each sequence")
+    if table is None and k_cache.shape[0] != batch:
+        raise InputError(
+            f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
+        )
+
+
+def _check_no_rows(new, batch):
+    if new.cos is not None:
+        raise UnsupportedError("rotary embedding turns what is appended: give k and v, or turn q beforehand")
+    if new.starts is not None:
+        # Servers give it with every call; nothing is appended.
+        lengths_of("cu_seqlens_k_new", new.starts, batch + 1, "batch + 1")
+
+
+def _check_rows(face, new, used, batch):
+    axes = 4 if new.starts is None else 3
+    for name, rows in (("k", new.k), ("v", new.v)):
+        if len(rows.shape) != axes:
+            need = "(batch, seqlen_new" if axes == 4 else "with cu_seqlens_k_new (total"
+            shape = tuple(rows.shape)
+            raise InputError(f"{name} has the shape {shape}: it must be {need}, heads_kv, head_dim)")
+    if used is None:
+        raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
+    if new.starts is not None:
+        lengths_of("cu_seqlens_k_new", new.starts, batch + 1, "batch + 1")
+        own = face.host(new.starts)
+        if own is not None:
+            check_ascending("cu_seqlens_k_new", own, new.k.shape[0])
+
+
 def _without_page(tensors, table):
     """Descales per row as those of a cache without padding lie: packed rows, or pages of one row."""
     for name in ("k_descale", "v_descale"):
@@ -393,28 +434,6 @@ def _without_page(tensors, table):
 def _on_values(face, q, k_cache, v_cache, options, numbers):
     q, numbers = on_values(face, q, v_cache, options, numbers)
     return q, k_cache, v_cache, numbers
-
-
-def _check_lengths(used, face, batch, capacity):
-    """Checks the keys in use of each sequence, on the CPU that the cache holds them."""
-    lengths_of("cache_seqlens", used, batch)
-    own = face.host(used)
-    if own is not None:
-        check_within_cache("cache_seqlens", own, capacity)
-
-
-def _refuse_rows(axes, **rows):
-    need = "(batch, seqlen_new" if axes == 4 else "with cu_seqlens_k_new (total"
-    name, wrong = next((name, x) for name, x in rows.items() if len(x.shape) != axes)
-    raise InputError(f"{name} has the shape {tuple(wrong.shape)}: it must be {need}, heads_kv, head_dim)")
-
-
-def _check_starts(starts, k, batch, face):
-    """Checks the starts of packed new keys."""
-    lengths_of("cu_seqlens_k_new", starts, batch + 1, "batch + 1")
-    own = face.host(starts)
-    if own is not None:
-        check_ascending("cu_seqlens_k_new", own, k.shape[0])
 
 
 def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
