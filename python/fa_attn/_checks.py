@@ -184,8 +184,12 @@ def array(name, value):
         raise UnsupportedError(
             f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
         ) from None
-    kind = f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__
-    raise InputTypeError(
+    raise no_array(name, f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__)
+
+
+def no_array(name, kind):
+    """The error for what is no array."""
+    return InputTypeError(
         f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
     )
 

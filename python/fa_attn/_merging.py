@@ -40,7 +40,7 @@ def merge(
             raise InputError(f"part {index} of outs has the shape {tuple(part.shape)}: the first has {need}")
     if sinks is not None and tuple(array("sinks", sinks).shape) != need[-2:-1]:
         raise InputError(f"sinks has the shape {tuple(sinks.shape)}: it must be {need[-2:-1]}, (heads_q,)")
-    face = face_of(outs[0])
+    face = face_of(outs[0], "a part of outs")
     dtype = outs[0].dtype if dtype is None else dtype
     # What is merged again stays in float32, and alone since a call's parts are of one type.
     merged = []
@@ -108,7 +108,7 @@ def flash_attn_combine(
         raise InputError(f"out has the shape {tuple(out.shape)}: it must be {shape[1:]}, that of a part")
     if out is not None and out_dtype is not None and _is_other_type(out.dtype, out_dtype):
         raise InputError(f"out_dtype is {short(out_dtype)} and out holds {out.dtype}: give one of them")
-    face = face_of(out_partial)
+    face = face_of(out_partial, "out_partial")
     if out is not None:
         of_one_library("out", out, out_partial, face)
     dtype = out.dtype if out is not None else out_dtype

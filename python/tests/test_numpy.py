@@ -241,7 +241,7 @@ def test_strange_arrays():
         ((np.float32(1),) * 3, {}, fa_attn.InputError, "q has the shape ()"),
         ((q, q, q), dict(window_size=3), fa_attn.InputError, "window_size is 3"),
         ((q, q, q), dict(window_size=(1.5, 2)), fa_attn.InputError, "window_size is (1.5, 2)"),
-        ((q.tolist(), q, q), {}, TypeError, "speaks DLPack"),
+        ((q.tolist(), q, q), {}, TypeError, "q is list: it must be an array that speaks DLPack"),
         ((q, None, q), {}, TypeError, "k is NoneType"),
         ((q, q, q), dict(out=q), fa_attn.InputError, "out lies in the memory of q"),
         ((q, q, q), dict(outs=q), TypeError, "'outs'"),
