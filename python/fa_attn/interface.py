@@ -57,25 +57,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
-from ._checks import array, check_backward, check_lse, upper_bound
-from ._codes import as_codes, by_factor, coded, holds_codes, no_codes
-from ._core import InputError
-from ._dropout import dropping
+from ._calls import attention_of, face_of_stacked, gradients_of, of_stacked
 from ._faces import face_of
 from ._merging import flash_attn_combine, merge
-from ._modifications import asked, extents_of
-from ._options import (
-    DividedOptions,
-    Options,
-    call_options,
-    extras_of,
-    on_values,
-    read_options,
-    returned,
-    with_options,
-)
-from ._schedules import SchedulerMetadata, get_scheduler_metadata, plans_of
+from ._options import Options, call_options, extras_of, read_options, with_options
+from ._schedules import get_scheduler_metadata
 from ._types import A, Array, Window
+from .packed import (
+    flash_attn_varlen_backward,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .serving import flash_attn_with_kvcache
 
 if TYPE_CHECKING:
@@ -95,14 +88,6 @@ __all__ = [
     "get_scheduler_metadata",
     "merge",
 ]
-
-
-def _asked(q, extents, options, dropout_p):
-    """What the keywords of a call and its dropout make of its scores and probabilities."""
-    mods = asked(q, extents, options)
-    if type(dropout_p) is float and dropout_p == 0.0 and not options:
-        return mods
-    return dropping(mods, q, extents, dropout_p, options.get("rng_state"))
 
 
 # fmt: off
@@ -172,32 +157,13 @@ def flash_attn_func(
     )
     if made is not None:
         return made
-    tensors, division = read_options("flash_attn_func", options)
+    read = read_options("flash_attn_func", options)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    given, output_scale = (q, k, v), options.get("output_scale")
-    room = out if output_scale is None else None
-    q, k, v, tensors, numbers, factor = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=room
-    )
-    if alibi_slopes is None and not tensors:
-        extras = None
-    else:
-        extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-    q, numbers = on_values(face, q, v, options, numbers)
-    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
-    made, lse = face.attention(
-        q, k, v, numbers, extras, out=room, division=division, wants_lse=wants_lse, mods=mods
-    )
-    if numbers.kv_dtype is not None:
-        made, lse = face.refused((made, lse), *given)
-    if factor is not None:
-        made = by_factor(face, made, room, factor)
-    if output_scale is not None:
-        made = as_codes(face, made, out, output_scale)
-    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
+    returns = (return_softmax_lse, return_lse, return_attn_probs)
+    beside = dict(alibi_slopes=alibi_slopes)
+    return attention_of(face, (q, k, v), numbers, read, beside, dropout_p, out, returns, options)
 
 
 # fmt: off
@@ -242,8 +208,9 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
-    return _of_stacked(
+    return of_stacked(
         "flash_attn_qkvpacked_func",
+        flash_attn_func,
         qkv,
         None,
         dropout_p,
@@ -304,7 +271,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` of k and v in one array, kv (batch, seqlen, 2, heads_kv, head_dim), read where it
     lies."""
-    k, v = _face_of_stacked("kv", kv, 5, 2, 2).unstack(kv, 2)
+    k, v = face_of_stacked("kv", kv, 5, 2, 2).unstack(kv, 2)
     return flash_attn_func(
         q,
         k,
@@ -317,360 +284,6 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        out=out,
-        return_softmax_lse=return_softmax_lse,
-        return_lse=return_lse,
-        **options,
-    )
-
-
-def _face_of_stacked(name, stacked, axes, axis, count):
-    shape = tuple(array(name, stacked).shape)
-    if len(shape) != axes or shape[axis] != count:
-        need = "(total, " if axes == 4 else "(batch, seqlen, "
-        raise InputError(f"{name} has the shape {shape}: it must be {need}{count}, heads, head_dim)")
-    return face_of(stacked)
-
-
-def _of_stacked(function, qkv, packed, dropout_p, numbers, alibi_slopes, returns, options):
-    """What a function gives of q, k and v in one array, whose gradient is one array, too. `packed`: the
-    starts of sequences and their upper bound, None of a padded batch; `numbers`: the arguments of
-    `call_options`."""
-    tensors, division = read_options(function, options)
-    axis = 2 if packed is None else 1
-    face = _face_of_stacked("qkv", qkv, axis + 3, axis, 3)
-    wants_softmax_lse, wants_lse, wants_probs = returns
-    if holds_codes(qkv) or options.get("output_scale") is not None:
-        lengths = () if packed is None else (packed[0], packed[0], packed[1], packed[1])
-        return (flash_attn_func if packed is None else flash_attn_varlen_func)(
-            *face.unstack(qkv, axis),
-            *lengths,
-            dropout_p=dropout_p,
-            alibi_slopes=alibi_slopes,
-            return_attn_probs=wants_probs,
-            return_softmax_lse=wants_softmax_lse,
-            return_lse=wants_lse,
-            **numbers,
-            **options,
-        )
-    no_codes("qkv", options)
-    if packed is not None:
-        starts, longest = packed
-        if longest is None:
-            raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
-        longest = upper_bound("max_seqlen", longest)
-        tensors = dict(
-            tensors,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-        )
-    extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-
-    def extents():
-        q = qkv[:, :, 0] if packed is None else qkv[:, 0]
-        return extents_of(q, q, extras)
-
-    out, lse = face.packed_attention(
-        qkv,
-        axis,
-        call_options(**numbers, query_offset=options.get("query_offset")),
-        extras,
-        division=division,
-        wants_lse=not (wants_softmax_lse is wants_lse is wants_probs is False),
-        mods=_asked(qkv, extents, options, dropout_p),
-    )
-    return returned(out, lse, *returns)
-
-
-# fmt: off
-@overload
-def flash_attn_varlen_func(
-    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
-    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, block_table: Optional[Array] = None, *,
-    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
-    page_table: Optional[Array] = None, out: Optional[Array] = None,
-    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
-    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
-) -> A: ...
-@overload
-def flash_attn_varlen_func(
-    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
-    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, block_table: Optional[Array] = None, *,
-    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
-    page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: Literal[True],
-    return_lse: bool = False,
-    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
-) -> Tuple[A, A]: ...
-@overload
-def flash_attn_varlen_func(
-    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
-    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Optional[Array] = None, *,
-    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
-    page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: bool = False,
-    return_lse: bool = False,
-    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[DividedOptions],
-) -> Any: ...
-# fmt: on
-@with_options
-def flash_attn_varlen_func(
-    q: A,
-    k: A,
-    v: A,
-    cu_seqlens_q: Optional[Array] = None,
-    cu_seqlens_k: Optional[Array] = None,
-    max_seqlen_q: Optional[int] = None,
-    max_seqlen_k: Optional[int] = None,
-    dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Optional[Array] = None,
-    *,
-    seqused_q: Optional[Array] = None,
-    seqused_k: Optional[Array] = None,
-    page_table: Optional[Array] = None,
-    out: Optional[Array] = None,
-    return_softmax_lse: bool = False,
-    return_lse: bool = False,
-    scheduler_metadata: Optional[SchedulerMetadata] = None,
-    **options: Unpack[DividedOptions],
-) -> Any:
-    """`flash_attn_func` of sequences that are packed end to end.
-
-    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
-    int32 (batch + 1,), the first row of each sequence, then the end of the last; None where the side is
-    padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows in use
-    of a packed sequence. With `block_table` (also `page_table`), int32 (batch, pages of a sequence), k and v
-    are (pages, page, heads_kv, head_dim), any page size, and have no gradients; their lengths come from
-    cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,), rows in use of each sequence. `out`:
-    see `flash_attn_func`. `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
-    Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
-    where `out` is given, rows of out that belong to no sequence are not written.
-    """
-    face = face_of(q)
-    made = face.plain_attention(
-        q,
-        k,
-        v,
-        (softmax_scale, causal, window_size, softcap, deterministic),
-        (out, return_softmax_lse, return_lse, return_attn_probs),
-        (alibi_slopes, seqused_q),
-        options,
-        dropout_p,
-        (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, None, max_seqlen_q, max_seqlen_k),
-        metadata=scheduler_metadata,
-    )
-    if made is not None:
-        return made
-    tensors, division = read_options("flash_attn_varlen_func", options)
-    if block_table is not None and page_table is not None:
-        raise InputError("block_table and page_table are two names of one table: give one")
-    table = block_table if block_table is not None else page_table
-    if table is not None:
-        if seqused_k is None:
-            if cu_seqlens_k is None:
-                raise InputError("keys in pages need their lengths: give cu_seqlens_k or seqused_k")
-            seqused_k = face.differences(array("cu_seqlens_k", cu_seqlens_k))
-        cu_seqlens_k = None
-    for name, starts, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
-        if starts is not None and longest is None:
-            raise InputError(f"max_seqlen_{name} is None: with cu_seqlens_{name} it must be an upper bound")
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
-    )
-    given, output_scale = (q, k, v), options.get("output_scale")
-    room = out if output_scale is None else None
-    plans = None
-    if scheduler_metadata is not None:
-        plans = plans_of(scheduler_metadata)
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        longest = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
-        chunk = options.get("attention_chunk")
-        scheduler_metadata.check(q, k, v, numbers, batch, longest, table is not None, chunk)
-        division = scheduler_metadata.divided(division)
-    q, k, v, tensors, numbers, factor = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=room
-    )
-    extras = extras_of(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        page_table=table,
-        alibi_slopes=alibi_slopes,
-        max_seqlen_q=0 if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
-        **tensors,
-    )
-    q, numbers = on_values(face, q, v, options, numbers)
-    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
-    made, lse = face.attention(
-        q, k, v, numbers, extras, plans, out=room, division=division, wants_lse=wants_lse, mods=mods
-    )
-    if numbers.kv_dtype is not None:
-        made, lse = face.refused((made, lse), *given)
-    if factor is not None:
-        made = by_factor(face, made, room, factor)
-    if output_scale is not None:
-        made = as_codes(face, made, out, output_scale)
-    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
-
-
-# fmt: off
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, *, return_softmax_lse: Literal[False] = False,
-    return_lse: Literal[False] = False, **options: Unpack[Options],
-) -> A: ...
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, *, return_softmax_lse: Literal[True],
-    return_lse: bool = False, **options: Unpack[Options],
-) -> Tuple[A, A]: ...
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: bool = False, *, return_softmax_lse: bool = False, return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Any: ...
-# fmt: on
-@with_options
-def flash_attn_varlen_qkvpacked_func(
-    qkv: A,
-    cu_seqlens: Array,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    return_softmax_lse: bool = False,
-    return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Any:
-    """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
-    return _of_stacked(
-        "flash_attn_varlen_qkvpacked_func",
-        qkv,
-        (cu_seqlens, max_seqlen),
-        dropout_p,
-        dict(
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-        ),
-        alibi_slopes,
-        (return_softmax_lse, return_lse, return_attn_probs),
-        options,
-    )
-
-
-# fmt: off
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, *, seqused_q: Optional[Array] = None,
-    seqused_k: Optional[Array] = None, out: Optional[Array] = None,
-    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
-    **options: Unpack[Options],
-) -> A: ...
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None, deterministic: bool = False,
-    return_attn_probs: Literal[False] = False, *, seqused_q: Optional[Array] = None,
-    seqused_k: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: Literal[True],
-    return_lse: bool = False, **options: Unpack[Options],
-) -> Tuple[A, A]: ...
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None, deterministic: bool = False, return_attn_probs: bool = False, *,
-    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None, out: Optional[Array] = None,
-    return_softmax_lse: bool = False, return_lse: bool = False, **options: Unpack[Options],
-) -> Any: ...
-# fmt: on
-@with_options
-def flash_attn_varlen_kvpacked_func(
-    q: A,
-    kv: A,
-    cu_seqlens_q: Optional[Array],
-    cu_seqlens_k: Optional[Array],
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    dropout_p: float = 0.0,
-    softmax_scale: Optional[float] = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    seqused_q: Optional[Array] = None,
-    seqused_k: Optional[Array] = None,
-    out: Optional[Array] = None,
-    return_softmax_lse: bool = False,
-    return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Any:
-    """`flash_attn_varlen_func` of k and v in one array, kv (total_k, 2, heads_kv, head_dim)."""
-    k, v = _face_of_stacked("kv", kv, 4, 1, 2).unstack(kv, 1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
         out=out,
         return_softmax_lse=return_softmax_lse,
         return_lse=return_lse,
@@ -700,51 +313,4 @@ def flash_attn_backward(
     dv), with sinks (dq, dk, dv, dsinks)."""
     extras = extras_of(alibi_slopes=alibi_slopes, sinks=sinks)
     numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
-
-
-def flash_attn_varlen_backward(
-    dout: A,
-    q: A,
-    k: A,
-    v: A,
-    out: A,
-    softmax_lse: A,
-    cu_seqlens_q: Optional[Array],
-    cu_seqlens_k: Optional[Array],
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    softmax_scale: Optional[float] = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Optional[Array] = None,
-    deterministic: bool = False,
-    seqused_q: Optional[Array] = None,
-    seqused_k: Optional[Array] = None,
-    sinks: Optional[Array] = None,
-    dlse: Optional[Array] = None,
-    query_offset: Optional[int] = 0,
-) -> Tuple[A, ...]:
-    """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
-    get 0."""
-    extras = extras_of(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
-
-
-def _gradients(dout, q, k, v, out, lse, numbers, extras, dlse):
-    check_backward(dout, q, k, v, out, lse)
-    if dlse is not None:
-        check_lse("dlse", dlse, q)
-    dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, numbers, extras, dlse)
-    return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)
+    return gradients_of(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
