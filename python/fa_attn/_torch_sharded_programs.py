@@ -15,9 +15,6 @@ from ._torch_shardings import BATCH, HEADS, WHOLE, distributed, placed
 _OF_SCORES = ("fa_bias", "fa_mask", "fa_mask_bits")
 _READS_SCORES = re.compile(r"array (fa_bias|fa_mask|fa_mask_bits):")
 
-# What a program's variables follow.
-_VARIABLES = {"b": BATCH, "h": HEADS, "hk": HEADS}
-
 
 def over_ranks(compute, mods, q, k, v, options, extras, division):
     """`compute` of this rank's part; see `attention_with`."""
