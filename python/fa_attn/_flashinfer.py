@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +15,7 @@ from ._programs import Program
 
 LOG2_E = math.log2(math.e)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# The most entries of a captured graph's page table, unless its buffer of pages holds more for a sequence.
+# The most entries of captured graphs' page tables, unless the buffer of pages has more.
 _TABLE_ROOM = 1 << 22
 
 
@@ -100,6 +101,15 @@ def dtype_of(dtype, otherwise=None):
     return made
 
 
+def check_buffer(name, buffer, device):
+    """Checks a buffer that captured calls read."""
+    if buffer.dtype is not torch.int32 or buffer.device != device or not buffer.is_contiguous():
+        raise InputError(
+            f"the buffer of {name} is {buffer.dtype} on {buffer.device}: it must be contiguous int32 on "
+            f"{device}"
+        )
+
+
 def on_host(tensor):
     return tensor.detach().to("cpu", torch.int64)
 
@@ -111,6 +121,21 @@ def starts_of(name, indptr, end=None):
     host = on_host(indptr)
     check_ascending(name, host.numpy(), int(host[-1]) if end is None else end)
     return host
+
+
+# The memory of page tables by the buffers of pages and of their starts. Wrappers for several batches that
+# share both take turns, as only one of their plans can be in the buffers.
+_TABLES: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def _table_memory(indptr, indices, batch):
+    most = indices.shape[0]
+    room = max(1, most, min(batch * most, _TABLE_ROOM))
+    key = (indptr.data_ptr(), indices.data_ptr(), indices.device)
+    made = _TABLES.get(key)
+    if made is None or made.shape[0] < room:
+        made = _TABLES[key] = torch.zeros(room, dtype=torch.int32, device=indices.device)
+    return made
 
 
 class Pages:
@@ -127,13 +152,14 @@ class Pages:
         for name, buffer in zip(names, buffers):
             if not isinstance(buffer, torch.Tensor):
                 raise InputError(f"use_cuda_graph without a buffer of {name}: give a tensor for each")
+            check_buffer(name, buffer, device)
         indptr, indices, lengths = buffers
         batch = lengths.shape[0]
         if indptr.shape[0] != batch + 1:
             raise InputError(f"the buffer of indptr has {indptr.shape[0]} elements: it must have {batch + 1}")
-        most = indices.shape[0]
-        columns = max(1, min(most, max(_TABLE_ROOM // max(batch, 1), -(-most // max(batch, 1)))))
-        self.table = torch.zeros((batch, columns), dtype=torch.int32, device=device)
+        self._memory = _table_memory(indptr, indices, batch)
+        columns = max(1, min(indices.shape[0], self._memory.shape[0] // max(batch, 1)))
+        self.table = self._memory[: batch * columns].view(batch, columns)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
 
     def plan(self, indptr, indices, lengths, page_size, given):
@@ -156,7 +182,9 @@ class Pages:
                     f"{self.buffers[1].shape[0]}, {columns} of one sequence"
                 )
             for buffer, value in zip(self.buffers, given):
-                buffer[: value.shape[0]].copy_(value)
+                # Servers write to the buffers before they plan.
+                if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
+                    buffer[: value.shape[0]].copy_(value)
         # Entries behind a sequence's pages name any page; none is read.
         indices = indices.to(self.device, torch.int32)
         at = indptr[:-1, None].to(self.device) + torch.arange(max(most, 1), device=self.device)

@@ -10,6 +10,7 @@ from ._core import InputError, UnsupportedError
 from ._flashinfer import (
     Pages,
     Scores,
+    check_buffer,
     check_layout,
     dtype_of,
     keywords,
@@ -65,12 +66,12 @@ class Plan:
             return
         sizes = mask_sizes(rows, keys)
         if packed is None:
-            if custom.numel() != int(sizes.sum()):
+            if custom.numel() < int(sizes.sum()):
                 raise InputError(
                     f"custom_mask has {custom.numel()} elements: the batch's queries and keys ask for "
                     f"{int(sizes.sum())}"
                 )
-            packed, starts = segments(custom, sizes, "little")
+            packed, starts = segments(custom.reshape(-1)[: int(sizes.sum())], sizes, "little")
         else:
             starts = torch.nn.functional.pad(((sizes + 7) // 8).cumsum(0), (1, 0))
             if packed.numel() < int(starts[-1]):
@@ -84,6 +85,7 @@ class Plan:
                 raise InputError(
                     "custom_mask_buf and mask_indptr_buf must hold the mask: give both with use_cuda_graph"
                 )
+            check_buffer("mask_indptr", room_starts, self.device)
             room[: packed.numel()].copy_(packed.reshape(-1))
             room_starts.copy_(starts)
             packed, starts = room, room_starts
@@ -118,6 +120,17 @@ class PagedPlan(Plan):
     def __init__(self, workspace, kv_layout, use_cuda_graph, buffers):
         super().__init__(workspace, kv_layout, use_cuda_graph)
         self._pages = Pages(self.device, buffers if self._captures else None)
+
+    def _buffer(self, at):
+        """A buffer of a wrapper whose calls are captured, to which servers write before they plan."""
+        if self._pages.buffers is None:
+            raise AttributeError("pages are set by plan(); buffers are of use_cuda_graph=True alone")
+        return self._pages.buffers[at]
+
+    # By FlashInfer's names, and not to be set: what counts is in the buffers when plan() is called.
+    _paged_kv_indptr_buf = property(lambda self: self._buffer(0))
+    _paged_kv_indices_buf = property(lambda self: self._buffer(1))
+    _paged_kv_last_page_len_buf = property(lambda self: self._buffer(2))
 
     def _attention(self, q, k, v, starts, longest, results, window_left, scales, sinks=None, args=()):
         """Attention of q, (batch, rows, heads, head_dim) or with starts packed."""

@@ -11,8 +11,9 @@ latents (MLA), cascades and merges, by its names, arguments, layouts and results
 LSE is (rows, heads) in base 2, as there. Masks and windows are aligned to the bottom right. Torch's tensors,
 on GPUs and on the CPU. A plan makes the page table and its lengths once, and copies starts to the host, as
 FlashInfer's does; a run launches. With `use_cuda_graph` tables have a fixed place and later plans are seen by
-captured calls; a sequence has then no more pages than the table, which are all that the buffer of pages
-holds for up to 4 Mi entries, and above the even share of the batch.
+captured calls; a sequence has then at most the pages of the table, all of the buffer's where batch times
+buffer is up to 4 Mi, and else at least the buffer's even share. What lies in buffers counts when plan() is
+called, not later.
 
 `pos_encoding_mode`: 'ALIBI' is a score function; 'ROPE_LLAMA' turns q and a packed copy of the keys by
 torch's operations in each call. Caches are of q's type or float8_e4m3fn; factors (`k_scale`, `v_scale`, ..)
@@ -42,6 +43,7 @@ from ._flashinfer import (
     Results,
     by_rows,
     caches_of,
+    check_buffer,
     check_layout,
     dtype_of,
     keywords,
@@ -224,6 +226,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
         if use_cuda_graph and qo_indptr_buf is None:
             raise InputError("use_cuda_graph without qo_indptr_buf: give a tensor of (batch + 1,)")
+        if use_cuda_graph:
+            check_buffer("qo_indptr", qo_indptr_buf, self.device)
         self._starts = qo_indptr_buf if use_cuda_graph else None
         self._mask_buffers = (custom_mask_buf, mask_indptr_buf)
 
@@ -433,6 +437,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         self._starts = [qo_indptr_buf, kv_indptr_buf]
         if use_cuda_graph and None in self._starts:
             raise InputError("use_cuda_graph without qo_indptr_buf and kv_indptr_buf: give both")
+        if use_cuda_graph:
+            check_buffer("qo_indptr", qo_indptr_buf, self.device)
+            check_buffer("kv_indptr", kv_indptr_buf, self.device)
         self._mask_buffers = (custom_mask_buf, mask_indptr_buf)
 
     def plan(
@@ -663,6 +670,8 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, (kv_indptr, kv_indices, kv_len_arr))
         if use_cuda_graph and qo_indptr is None:
             raise InputError("use_cuda_graph without qo_indptr: give a tensor of (batch + 1,)")
+        if use_cuda_graph:
+            check_buffer("qo_indptr", qo_indptr, self.device)
         self._starts = qo_indptr if use_cuda_graph else None
 
     def plan(

@@ -227,6 +227,20 @@ def test_captured_plans_keep_their_place():
         decode.plan(pages[0][:4], pages[1], pages[2][:3], HEADS, HEADS_KV, DIM, 4)
     with pytest.raises(fa_attn.InputError, match="the wrapper's buffers hold 40"):
         wrapper.plan(indptr_q, pages[0], torch.zeros(41), pages[2], HEADS, HEADS_KV, DIM, 4)
+    # A server writes the pages to the buffer itself; wrappers of several batches share the table's memory.
+    few = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        WORKSPACE, buffers[0][:2], buffers[1], buffers[2][:1]
+    )
+    assert few._pages.table.data_ptr() == decode._pages.table.data_ptr()
+    few._paged_kv_indices_buf[:6] = pages[1][:6]
+    few.plan(pages[0][:2], few._paged_kv_indices_buf, pages[2][:1], HEADS, HEADS_KV, DIM, 4, **TYPES)
+    check([few.run(q[:1], cache)], expected(q[:1], own[:1], (1,))[:1])
+    with pytest.raises(AttributeError):
+        few._paged_kv_indices_buf = pages[1]
+    with pytest.raises(AttributeError, match="pages are set by plan"):
+        getattr(flashinfer.BatchAttention(device="cpu"), "_paged_kv_indices_buf")  # noqa: B009
+    with pytest.raises(fa_attn.InputError, match="the buffer of lengths is torch.int64 on cpu: it must be"):
+        flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers[:2], buffers[2].long())
     with pytest.raises(fa_attn.InputError, match="without a buffer of indices"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, False, buffers[0])
 
