@@ -65,9 +65,10 @@ def by_rows(tensor, layout):
 
 
 def caches_of(cache, layout):
-    """(k, v) of a paged cache, (pages, page, heads, head_dim) each, where they lie."""
+    """(k, v) of a paged cache, (pages, page, heads, head_dim) each, where they lie. Pages of one row may have
+    no axis of their own."""
     if isinstance(cache, torch.Tensor):
-        if cache.dim() != 5 or cache.shape[1] != 2:
+        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
             shape = tuple(cache.shape)
             raise InputError(
                 f"paged_kv_cache has the shape {shape}: one tensor must be (pages, 2, page, heads, "
@@ -79,11 +80,11 @@ def caches_of(cache, layout):
             f"paged_kv_cache is {type(cache).__name__}: it must be a tensor or (k_cache, v_cache)"
         )
     for name, x in zip(("k_cache", "v_cache"), cache):
-        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+        if not isinstance(x, torch.Tensor) or x.dim() not in (3, 4):
             raise InputError(f"{name} of paged_kv_cache must be a tensor of (pages, page, heads, head_dim)")
         if x.dtype is torch.uint8:
             raise UnsupportedError(f"{name} of uint8 (NVFP4): caches are of 16 bits or float8_e4m3fn")
-    return tuple(by_rows(x, layout) for x in cache)
+    return tuple(by_rows(x, layout) if x.dim() == 4 else x.unsqueeze(1) for x in cache)
 
 
 def with_page(cache):
@@ -165,6 +166,7 @@ class Pages:
     def plan(self, indptr, indices, lengths, page_size, given):
         """Of starts and lengths on the host, pages anywhere; `given`: what the buffers get."""
         counts = indptr.diff()
+        self.page_size = page_size
         batch, most = counts.shape[0], int(counts.max()) if counts.numel() else 0
         if (lengths > counts * page_size).any():
             raise InputError(
@@ -250,6 +252,22 @@ mask = ((seen[start[b] + (at >> 3)] >> (at & 7)) & 1) == 1;"""
 def mask_of(packed, starts):
     """The program of a batch's masks, whose bits begin at the bytes `starts`."""
     return Program(_PACKED, {"seen": packed, "start": starts})
+
+
+_ITEMS = """array prefix: i32[_];
+array place: i32[_];
+scalar width: i32;
+let at = q + off;
+let first = prefix[b];
+mask = k <= at and (at < first or k < first or at < k + place[b * width + at - first]);"""
+
+
+def items_of(prefix, places, width, device):
+    """The program of items behind a prefix that all of them see: each token sees those of its own item before
+    it, as many as `places` says for the tokens behind the prefix, `width` for each sequence."""
+    arrays = {"prefix": prefix, "place": places}
+    arrays = {name: x.to(device, torch.int32).reshape(-1) for name, x in arrays.items()}
+    return Program(_ITEMS, arrays, {"width": count("token_pos_in_items_len", width)})
 
 
 def mask_sizes(rows, keys):

@@ -13,6 +13,7 @@ from ._flashinfer import (
     check_buffer,
     check_layout,
     dtype_of,
+    items_of,
     keywords,
     mask_of,
     mask_sizes,
@@ -95,6 +96,18 @@ class Plan:
             packed.to(self.device, torch.uint8).reshape(-1), starts.to(self.device, torch.int32)
         )
 
+    def _set_items(self, prefix, places, width, batch):
+        """Masks of items instead of other ones, where a plan has them."""
+        if prefix is None and places is None:
+            return
+        if prefix is None or places is None:
+            raise InputError("prefix_len_ptr and token_pos_in_items_ptr belong together: give both")
+        if prefix.numel() != batch:
+            raise InputError(f"prefix_len_ptr has {prefix.numel()} elements: it must have {batch}")
+        if self._captures:
+            raise UnsupportedError("prefix_len_ptr with use_cuda_graph: give a custom_mask in its buffers")
+        self._mask = items_of(prefix, places, width, self.device)
+
     def _check(self, q, k, names=("q", "k")):
         if self._scores is None:
             raise InputError("plan() comes before run()")
@@ -120,6 +133,11 @@ class PagedPlan(Plan):
     def __init__(self, workspace, kv_layout, use_cuda_graph, buffers):
         super().__init__(workspace, kv_layout, use_cuda_graph)
         self._pages = Pages(self.device, buffers if self._captures else None)
+
+    def _check(self, q, k, names=("q", "k")):
+        super()._check(q, k, names)
+        if k.shape[-3] != self._pages.page_size:
+            raise InputError(f"pages have {k.shape[-3]} rows: the plan is of {self._pages.page_size}")
 
     def _buffer(self, at):
         """A buffer of a wrapper whose calls are captured, to which servers write before they plan."""

@@ -21,9 +21,9 @@ are numbers or tensors of one element.
 
 Accepted and not needed: workspaces, `backend`, `use_tensor_cores`, `use_fp16_qk_reduction`, `enable_pdl`,
 `non_blocking`, `use_profiler`, and lengths and tables that repeat the starts (`seq_lens`, `block_tables`,
-`max_token_per_sequence`, ..). `disable_split_kv` and `fixed_split_size` leave keys undivided: a row's bits do
-not depend on its batch. Refused by name: `jit_args`, NVFP4 caches (`kv_cache_sf`), multi-item scoring
-(`prefix_len_ptr`, ..), skipped softmax. There are no gradients.
+`max_token_per_sequence`, `max_item_len_ptr`, ..). `disable_split_kv` and `fixed_split_size` leave keys
+undivided: a row's bits do not depend on its batch. Refused by name: `jit_args`, NVFP4 caches
+(`kv_cache_sf`), skipped softmax. There are no gradients.
 """
 
 from __future__ import annotations
@@ -256,10 +256,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         kv_data_type: Optional[Union[str, torch.dtype]] = None,
         o_data_type: Optional[Union[str, torch.dtype]] = None,
         non_blocking: bool = True,
-        prefix_len_ptr: None = None,
-        token_pos_in_items_ptr: None = None,
+        prefix_len_ptr: Optional[Tensor] = None,
+        token_pos_in_items_ptr: Optional[Tensor] = None,
         token_pos_in_items_len: int = 0,
-        max_item_len_ptr: None = None,
+        max_item_len_ptr: Optional[Tensor] = None,
         seq_lens: Optional[Tensor] = None,
         seq_lens_q: Optional[Tensor] = None,
         block_tables: Optional[Tensor] = None,
@@ -272,11 +272,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         `qo_indptr[i]` to `qo_indptr[i + 1]` and the pages that `paged_kv_indices` names from
         `paged_kv_indptr[i]` on, the last with `paged_kv_last_page_len[i]` keys. `custom_mask`: flat
         (queries, keys) of the requests in turn; `packed_custom_mask`: its bits, by `segment_packbits`."""
-        refuse(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         scores = scores_of(
             causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta
         )
@@ -300,6 +295,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         types = (q_data_type, kv_data_type, o_data_type)
         self._set(scores, (num_qo_heads, num_kv_heads), head_dim_qk, types, undivided)
         self._set_mask(custom_mask, packed_custom_mask, rows, lengths, self._mask_buffers)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        self._set_items(*items, rows.shape[0])
 
     begin_forward = plan
 
@@ -464,10 +461,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         kv_data_type: Optional[Union[str, torch.dtype]] = None,
         o_data_type: Optional[Union[str, torch.dtype]] = None,
         non_blocking: bool = True,
-        prefix_len_ptr: None = None,
-        token_pos_in_items_ptr: None = None,
+        prefix_len_ptr: Optional[Tensor] = None,
+        token_pos_in_items_ptr: Optional[Tensor] = None,
         token_pos_in_items_len: int = 0,
-        max_item_len_ptr: None = None,
+        max_item_len_ptr: Optional[Tensor] = None,
         fixed_split_size: Optional[int] = None,
         disable_split_kv: bool = False,
         seq_lens: Optional[Tensor] = None,
@@ -478,13 +475,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         o_indptr: None = None,
     ) -> None:
         """Sets the lengths, masks and scores of the runs that follow."""
-        refuse(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
-            v_indptr=v_indptr,
-            o_indptr=o_indptr,
-        )
+        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         scores = scores_of(
             causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta
         )
@@ -505,6 +496,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         types = (q_data_type, kv_data_type, o_data_type)
         self._set(scores, (num_qo_heads, num_kv_heads), head_dim_qk, types, undivided)
         self._set_mask(custom_mask, packed_custom_mask, rows, keys, self._mask_buffers)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        self._set_items(*items, rows.shape[0])
 
     begin_forward = plan
 

@@ -97,6 +97,9 @@ def test_a_paged_prefill_is_attention(option, page, layout):
     want = expected(q, own, **want)
     check(wrapper.run(q, cache, return_lse=True), want)
     check([wrapper.run(q, cache.unbind(1))], want)
+    if page == 1:
+        check([wrapper.run(q, cache[:, :, 0])], want)
+        check([wrapper.run(q, tuple(x[:, 0] for x in cache.unbind(1)))], want)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     assert wrapper.run(q, cache, out=out, lse=lse) is out
     check((out, lse), want)
@@ -159,6 +162,61 @@ def test_masks_are_flat_or_bits():
         check(got, (want[0][:5], want[1][:5]))
     packed = flashinfer.packbits(mask).numpy()
     assert (packed == np.packbits(mask.numpy().reshape(-1))).all()
+
+
+def test_items_see_their_prefix_and_themselves():
+    q, own, cache, pages = batch(rows=(9, 12, 3, 9), keys=(12, 12, 9, 9))
+    prefix = torch.tensor([3, 2, 9, 0], dtype=torch.uint32)
+    width = 16
+    places = torch.zeros(4, width, dtype=torch.uint16)
+    masks = []
+    for at, (n, m, first) in enumerate(zip((9, 12, 3, 9), (12, 12, 9, 9), prefix.tolist())):
+        item = torch.arange(m - first) % 4
+        places[at, : m - first] = item.to(torch.uint16)
+        seen = torch.ones(m, m, dtype=torch.bool).tril()
+        for i in range(first, m):
+            seen[i, first:] = False
+            seen[i, i - int(item[i - first]) + 1 : i + 1] = True
+        masks.append(seen[m - n :])
+    items = dict(
+        prefix_len_ptr=prefix, token_pos_in_items_ptr=places.reshape(-1), token_pos_in_items_len=width
+    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*pages, HEADS, HEADS_KV, DIM, 4, causal=True, **items, **TYPES)
+    want = expected(q, own, (9, 12, 3, 9), masks=masks)
+    check(wrapper.run(q, cache, return_lse=True), want)
+
+
+def test_new_rows_and_their_prefix_merge_as_in_sglang():
+    new, keys, window = (10, 17, 14), (40, 17, 64), 9
+    q, own, cache, (starts_q, *_) = batch(1, rows=new, keys=keys)
+    prefix = [m - n for n, m in zip(new, keys)]
+    # The last keys of each prefix, by pages of one row, and what each new row sees of them.
+    kept = [min(n, window) for n in prefix]
+    pages, masks, place = [], [], 0
+    order = batch(1, rows=new, keys=keys)[3][2]
+    for n, m, count in zip(new, keys, kept):
+        pages.append(order[place + m - n - count : place + m - n])
+        masks.append(torch.arange(-count, 0)[None] >= torch.arange(n)[:, None] - window)
+        place += m
+    pages = torch.cat([*pages, torch.full((256,), 10**6, dtype=torch.int32)])
+    flat = torch.cat(
+        [mask.to(torch.uint8).reshape(-1) for mask in masks] + [torch.ones(9, dtype=torch.uint8)]
+    )
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, backend="fa2")
+    types = dict(q_data_type=torch.float32, kv_data_type=torch.float32)
+    last = torch.ones(3, dtype=torch.int32)
+    paged.begin_forward(
+        starts_q, starts(kept), pages, last, HEADS, HEADS_KV, DIM, 1, custom_mask=flat, **types
+    )
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.begin_forward(starts_q, starts_q, HEADS, HEADS_KV, DIM, q_data_type=torch.float32)
+    k, v = (torch.cat([kv[i, -n:] for n, kv in zip(new, own)]) for i in (0, 1))
+    scores = dict(sm_scale=0.2, logits_soft_cap=0.0)
+    one = ragged.forward_return_lse(q, k, v, causal=True, window_left=window, **scores)
+    two = paged.forward_return_lse(q, cache[:, :, 0], causal=False, window_left=-1, **scores)
+    want = expected(q, own, new, causal=True, window=(window, 0), scale=0.2)
+    check(flashinfer.merge_state(*one, *two), want)
 
 
 def test_positions_are_of_requests():
@@ -326,7 +384,7 @@ def test_refusals_name_what_works():
     with pytest.raises(fa_attn.InputError, match=r"plan\(\) comes before run\(\)"):
         wrapper.run(q, cache)
     for options, error, match in (
-        ({"prefix_len_ptr": q}, fa_attn.UnsupportedError, "prefix_len_ptr is not supported"),
+        ({"prefix_len_ptr": q}, fa_attn.InputError, "prefix_len_ptr and token_pos_in_items_ptr belong"),
         ({"pos_encoding_mode": "ROPE"}, fa_attn.InputError, "pos_encoding_mode is 'ROPE': it must be"),
         ({"custom_mask": torch.ones(3)}, fa_attn.InputError, "custom_mask has 3 elements"),
         ({"packed_custom_mask": torch.ones(3)}, fa_attn.InputError, "packed_custom_mask has 3 bytes"),
@@ -341,7 +399,8 @@ def test_refusals_name_what_works():
     for given, match in (
         ((q[1:], cache), "q has 14 rows: the plan's qo_indptr ends at 15"),
         ((q[:, 1:], cache), r"q and k have \(5, 2\) heads: the plan is of \(6, 2\)"),
-        ((q, cache[:, 0]), "paged_kv_cache has the shape"),
+        ((q, cache[:, :1]), "paged_kv_cache has the shape"),
+        ((q, cache[:, :, :2]), "pages have 2 rows: the plan is of 4"),
     ):
         with pytest.raises(fa_attn.InputError, match=match):
             wrapper.run(*given)
