@@ -368,6 +368,8 @@ class CallOptions(NamedTuple):
     kv_dtype: Optional[str] = None
     # The type of out, where q is codes as well.
     out_dtype: Optional[str] = None
+    # Whether out lies with heads before rows in memory, as torch's functions leave it where q does.
+    by_heads: bool = False
 
     @property
     def has_mask(self):

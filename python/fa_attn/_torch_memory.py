@@ -68,6 +68,15 @@ def out_type(q, out_dtype):
     return q.dtype if out_dtype is None else torch.bfloat16
 
 
+def new_out(q, v, options):
+    """A tensor for out."""
+    shape, dtype = out_shape(q, v, options.per_element), out_type(q, options.out_dtype)
+    if not options.by_heads:
+        return q.new_empty(shape, dtype=dtype)
+    batch, rows, heads, columns = shape
+    return q.new_empty((batch, heads, rows, columns), dtype=dtype).transpose(1, 2)
+
+
 def new_results(q, v, has_gaps, options, out=None, wants_lse=True):
     """Tensors for out and LSE. `has_gaps`: whether there may be rows that belong to no sequence and are 0: on
     the CPU, and where queries are used in part. An `out` of the caller's is left unchanged. On a GPU an LSE
@@ -80,10 +89,10 @@ def new_results(q, v, has_gaps, options, out=None, wants_lse=True):
         out = torch.zeros(shape, dtype=dtype, device=q.device) if out is None else out
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
     if out is None:
-        if q.shape[-1] == shape[-1] and out_dtype is None:
+        if q.shape[-1] == shape[-1] and out_dtype is None and not options.by_heads:
             out = _empty_like(q, memory_format=_CONTIGUOUS)
         else:
-            out = q.new_empty(shape, dtype=out_type(q, out_dtype))
+            out = new_out(q, v, options)
     # A tensor takes more of the host's time than all checks of a call.
     return out, None if not wants_lse and q.is_cuda else q.new_empty(lse_shape(q), dtype=FLOAT)
 

@@ -16,8 +16,7 @@ from ._torch_memory import (
     lse_shape,
     needs_rules,
     new_gradients,
-    out_shape,
-    out_type,
+    new_out,
     rows_of,
 )
 from ._torch_passes import no_tangents, run_backward, run_forward
@@ -52,8 +51,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
     options = options_of(extras_of(arguments)[1])[0]
-    out = q.new_empty(out_shape(q, v, options.per_element), dtype=out_type(q, options.out_dtype))
-    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
+    return new_out(q, v, options), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *arguments):

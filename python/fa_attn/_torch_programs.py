@@ -25,8 +25,7 @@ from ._torch_memory import (
     lse_shape,
     needs_rules,
     new_gradients,
-    out_shape,
-    out_type,
+    new_out,
     rows_of,
 )
 from ._torch_operators import one_by_one, refused_twice, within_func
@@ -113,8 +112,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
     options = options_of(_parted(arguments)[2])[0]
-    out = q.new_empty(out_shape(q, v, options.per_element), dtype=out_type(q, options.out_dtype))
-    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
+    return new_out(q, v, options), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def _room(arrays, wants, like):

@@ -16,6 +16,7 @@ _OPTIONS = {
     "latent": ("bool latent",),
     "kv_dtype": ("str? kv_dtype",),
     "out_dtype": ("str? out_dtype",),
+    "by_heads": ("bool by_heads",),
 }
 OPTIONS = ", ".join(argument for field in CallOptions._fields for argument in _OPTIONS[field])
 EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"

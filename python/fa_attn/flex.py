@@ -15,11 +15,12 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from . import _torch_doubles as doubles
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
-from ._dropout import dropping
-from ._modifications import Extents, Modifications, modifications, of_program
+from ._dropout import dropping, numbers_of
+from ._modifications import Extents, Modifications, broadcast, modifications, of_program
 from ._options import call_options
 from ._programs import Program, takes
 from ._torch_programs import leave_out_of_graphs
@@ -453,7 +454,8 @@ def flex_attention(
     `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what
     `create_block_mask` of this module or of torch makes. Tensors that functions read have gradients. A query
     that sees no key gives 0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural
-    logarithm, float32 (B, Hq, L).
+    logarithm, float32 (B, Hq, L). float64 is computed by torch's operations, with all scores in memory and
+    derivatives of every order.
     """
     _check_kernel_options(kernel_options)
     q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
@@ -465,13 +467,18 @@ def flex_attention(
         )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
-    mods = None
-    if block_mask is not None:
-        mods = of_program(_own_mask(block_mask, extents).program)
-    if score_mod is not None:
-        own = modifications(q, extents, score_mod=score_mod)
-        mods = own if mods is None else mods.joined(own)
-    out, lse = _attention(q, k, v, mods, scale)
+    own_mask = None if block_mask is None else _own_mask(block_mask, extents)
+    if doubles.is_double(query, key, value):
+        visible = None if own_mask is None else doubles.of_blocks(own_mask, extents, query.device)
+        key, value = k.transpose(1, 2), v.transpose(1, 2)
+        change, scale = doubles.by_function(score_mod), number("scale", scale)
+        out, lse = doubles.attention(query, key, value, scale, change, visible)
+    else:
+        mods = None if own_mask is None else of_program(own_mask.program)
+        if score_mod is not None:
+            own = modifications(q, extents, score_mod=score_mod)
+            mods = own if mods is None else mods.joined(own)
+        out, lse = _attention(q, k, v, mods, scale)
     if return_aux is not None:
         kind = type(return_aux).__name__
         made = lse if getattr(return_aux, "lse", False) else None
@@ -482,8 +489,14 @@ def flex_attention(
 def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0):
     """(out, lse) in torch's layout."""
     options = call_options(number("scale", scale), causal, (-1, -1), 0.0, False, offset)
+    options = options._replace(by_heads=_lies_by_heads(q))
     out, lse = attention(q, k, v, options, None, mods=mods)
     return out.transpose(1, 2), lse
+
+
+def _lies_by_heads(q):
+    """Whether heads of a tensor (batch, rows, heads, columns) lie one after another, rows within them."""
+    return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(1) < q.stride(2)
 
 
 def _rows(query, key, value, enable_gqa):
@@ -522,7 +535,8 @@ def scaled_dot_product_attention(
     probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
     the top left, and hides keys beside those that `attn_mask` hides. Nested tensors (batch, heads, rows of
     each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask.
-    A query that sees no key gives 0.
+    A query that sees no key gives 0. float64 is computed by torch's operations, with all scores in memory and
+    derivatives of every order; what `dropout_p` drops is then torch's.
     """
     is_causal = flag("is_causal", is_causal)
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
@@ -599,11 +613,28 @@ def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gq
     # One head of keys is shared by all heads of queries.
     q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if doubles.is_double(query, key, value):
+        return _of_doubles(q, k, v, attn_mask, dropout_p, alignment, scale, extents)
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
     mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
     offset = q.shape[1] - k.shape[1] if alignment is _TOP_LEFT else 0
     return _attention(q, k, v, mods, scale, alignment is not None, offset)[0]
+
+
+def _of_doubles(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
+    """The same of float64, by torch's operations."""
+    if attn_mask is not None:
+        attn_mask = broadcast("attn_mask", attn_mask, extents)
+        if attn_mask.dtype not in (torch.bool, torch.float64):
+            raise InputTypeError(f"attn_mask holds {attn_mask.dtype}: it must be bool or float64, as query")
+    p = number("dropout_p", dropout_p) or 0.0
+    if p:
+        numbers_of(p)
+    offset = {None: None, _TOP_LEFT: 0, _BOTTOM_RIGHT: extents.keys - extents.rows}[alignment]
+    change, visible = doubles.masked(attn_mask, offset, extents.rows, extents.keys, q.device)
+    tensors = (x.transpose(1, 2) for x in (q, k, v))
+    return doubles.attention(*tensors, number("scale", scale), change, visible, p)[0]
 
 
 def _broadcast(query, key, value):

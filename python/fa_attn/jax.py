@@ -28,7 +28,7 @@ import numpy as np
 
 from . import _core
 from ._checks import check_integers
-from ._core import InputError, UnsupportedError
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._dropout import halves
 from ._modifications import Modifications
 from ._nvrtc import find_nvrtc
@@ -480,6 +480,12 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise InputError(f"implementation is {implementation!r}: it must be None, 'xla' or 'cudnn'")
+    if mask is not None and getattr(mask, "dtype", None) != bool:
+        # Masks of flax are numbers, which would be added to the scores.
+        have = getattr(mask, "dtype", type(mask).__name__)
+        raise InputTypeError(
+            f"mask holds {have}: it must be bool, as jax's; give bias what is added to scores"
+        )
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
     window: Window = (-1, -1)

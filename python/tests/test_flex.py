@@ -433,3 +433,66 @@ def test_torchs_mask_of_no_blocks_is_of_any_lengths():
     q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
     mask = flex._create_empty_block_mask(q, k)
     torch.testing.assert_close(flex_attention(q, k, v, alibi, mask), flex_attention(q, k, v, alibi))
+
+
+@pytest.mark.parametrize("function", ["scaled", "flex"])
+def test_out_lies_as_the_query(function):
+    def call(q, k, v):
+        if function == "scaled":
+            return fa_attn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return flex_attention(q, k, v, alibi, create_block_mask(causal, None, None, L, S))
+
+    q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, 8)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True) if function == "scaled" else None
+    for layout in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        for is_differentiated in (False, True):
+            x = layout.detach().requires_grad_(is_differentiated)
+            out = call(x, k, v)
+            assert out.is_contiguous() == x.is_contiguous()
+            assert out.transpose(1, 2).is_contiguous() != x.is_contiguous()
+            if want is not None:
+                torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-4)
+            if is_differentiated:
+                (dq,) = torch.autograd.grad(out.square().sum(), x)
+                (other,) = torch.autograd.grad(call(x.contiguous(), k, v).square().sum(), x)
+                torch.testing.assert_close(dq, other)
+
+
+def test_doubles_are_exact_and_differentiated_twice():
+    q, k, v = (draw(B, heads, n, 6).double().requires_grad_() for heads, n in ((H, 5), (HK, 7), (HK, 7)))
+    bias = draw(1, H, 5, 7).double().requires_grad_()
+    seen = torch.rand(5, 7, generator=_generator) > 0.4
+    seen[2] = False
+    scaled = fa_attn.scaled_dot_product_attention
+    for mask, options in ((None, {"is_causal": True}), (seen, {"scale": 0.3}), (bias, {"is_causal": True})):
+        out = scaled(q, k, v, mask, enable_gqa=True, **options)
+        mods = (lambda s, *_: s + bias) if mask is bias else None
+        visible = seen if mask is seen else torch.ones(5, 7, dtype=torch.bool).tril()
+        want = formula(q, k, v, mods, visible, options.get("scale"))[0]
+        torch.testing.assert_close(out, want, atol=1e-14, rtol=1e-13)
+    lower = CausalBias(CausalVariant.LOWER_RIGHT, 5, 7)
+    want = formula(q, k, v, None, torch.ones(5, 7, dtype=torch.bool).tril(2))[0]
+    torch.testing.assert_close(scaled(q, k, v, lower, enable_gqa=True), want, atol=1e-14, rtol=1e-13)
+    few = [x[:1, :, :3].detach().requires_grad_() for x in (q, k, v)]
+    table = draw(H).double().requires_grad_()
+
+    def own(q, k, v, table):
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) | (j == 2), None, None, 3, 3)
+        score = lambda s, b, h, i, j: s * table[h] + (i - j)  # noqa: E731
+        return flex_attention(q, k, v, score, mask, enable_gqa=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(own, (*few, table))
+    assert torch.autograd.gradgradcheck(lambda *x: scaled(*x, enable_gqa=True), few)
+    # Of lists of blocks what they list, as torch's eager function.
+    theirs = flex.create_block_mask(empty_rows, None, None, 16, 16, "cpu", BLOCK_SIZE=4)
+    q, k, v = (draw(B, H, 16, 8).double() for _ in range(3))
+    for got, want in zip(
+        flex_attention(q, k, v, cap, theirs, return_lse=True),
+        flex.flex_attention(q, k, v, cap, theirs, return_lse=True),
+    ):
+        torch.testing.assert_close(got, want, atol=1e-13, rtol=1e-12)
+        assert got.dtype is torch.float64
+    with pytest.raises(fa_attn.UnsupportedError, match="score_mod of float64: give a function"):
+        flex_attention(q, k, v, "s * 2.0")
+    with pytest.raises(fa_attn.InputTypeError, match="attn_mask holds torch.float32: it must be bool or"):
+        scaled(q, k, v, torch.zeros(16, 16))

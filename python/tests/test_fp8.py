@@ -372,7 +372,7 @@ def test_compiled_calls_agree_and_the_operator_is_right():
     assert plain[0].dtype is torch.bfloat16 and plain[0].shape == q.shape
     assert all(torch.equal(one, other) for one, other in zip(plain, compiled))
     bits = [x.view(torch.uint8) for x in (q8, k8, k8)]
-    options = (None, True, -1, -1, 0.0, False, 0, False, "e4m3", "bf16")
+    options = (None, True, -1, -1, 0.0, False, 0, False, "e4m3", "bf16", False)
     arguments = (*bits, *[None] * 7, *[scale.contiguous()] * 3, 0, 0, *options)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fa_attn.forward.default, arguments, test_utils=tests)

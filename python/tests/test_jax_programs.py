@@ -121,6 +121,12 @@ def test_dot_product_attention_is_jax_s_from_the_top_left(options):
     near(jax.jit(lambda q: dot_product_attention(q, K, V, **options))(Q), want)
 
 
+def test_masks_of_numbers_are_refused_as_by_jax():
+    for wrong in (MASK.astype(float), MASK.astype(int), MASK.tolist()):
+        with pytest.raises(fa_attn.InputTypeError, match="mask holds .*: it must be bool"):
+            dot_product_attention(Q, K, V, mask=wrong)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -415,8 +415,9 @@ def test_operators_pass_torchs_checks():
     text = "array fa_bias: f32[_, _, _, _] grad;\nscore = s + fa_bias[b, h, q, k];"
     program = (bias, *(None,) * 7, *(0.0,) * 8, text, "fa_bias", "")
     options = (None, True, -1, -1, 0.0, False, 0, False, None, None)
-    arguments = (q, k, v, *program, *(None,) * 10, 0, 0, *options)
-    torch.library.opcheck(torch.ops.fa_attn.forward_program, arguments)
+    for by_heads in (False, True):
+        arguments = (q, k, v, *program, *(None,) * 10, 0, 0, *options, by_heads)
+        torch.library.opcheck(torch.ops.fa_attn.forward_program, arguments)
 
 
 def test_compiled_calls_have_no_breaks_and_no_stale_numbers():

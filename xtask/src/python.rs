@@ -337,11 +337,12 @@ const JAX_CHOSEN: &str =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 11] = [
+const TORCH_FILES: [&str; 12] = [
     "test_codes.py",
     "test_fp8.py",
     "test_mla_model.py",
     "test_torch_flash_mla.py",
+    "test_flashinfer.py",
     "test_stand_in_installed.py",
     "test_notebook.py",
     "test_torch_compiled.py",
