@@ -23,6 +23,7 @@ Examples:
   fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
   fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
   fa dist check --repeat 200        200 runs with the same bits
+  fa dist check --only packed       packed sequences alone
   fa dist check --transport network                over sockets, as between machines
   fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU
   fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
@@ -117,6 +118,9 @@ pub(crate) struct CheckArgs {
     /// Runs of every shape, whose bits have to be equal
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = runs)]
     pub repeat: usize,
+    /// Only shapes whose line has this text, as packed, sinks, program or ring; no rank fails then
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
 }
 
 /// `fa dist check` and `fa dist bench`.
