@@ -73,7 +73,7 @@ from ._sharded_packed import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from ._sharded_programs import by_sequence, dropout_state
+from ._sharded_programs import by_sequence, dropout_state, dropped, of_part
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
@@ -162,6 +162,8 @@ def attention(
     stages=1,
     return_lse=False,
     seqlen=None,
+    dropout_p=0.0,
+    rng_state=None,
     **modifications,
 ):
     """Attention of this rank's queries over the keys of all ranks.
@@ -175,6 +177,8 @@ def attention(
     weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
     `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
     gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
+    `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is the
+    first rank's where it is not given.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     world, rank = place(group)
@@ -186,7 +190,8 @@ def attention(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
     shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
-    agree(group, *shown, layout, stages, options, *sorted(modifications))
+    drop = (dropout_p, None if rng_state is None else str(rng_state))
+    agree(group, *shown, layout, stages, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
     spans = _spans(dealing, rank)
     parts = _parts(spans, dealing.rows, options)
@@ -194,6 +199,8 @@ def attention(
     if alibi_slopes is not None and not options.causal:
         # Distances of a part are those of its own diagonal, which a causal mask alone keeps.
         mods = with_slopes(mods, options)
+    if dropout_p != 0.0 or rng_state is not None:
+        mods = dropped(mods, q, dealing.rows, dropout_p, rng_state, group)
     if mods is None:
         out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, dealing, stages, options)
     else:
@@ -277,7 +284,7 @@ def ulysses_attention(
     numbers = {name: options.pop(name) for name in _BY_HEADS if name in options}
     # First of all: an error of one rank alone would leave the others waiting.
     given = (sorted(numbers.items()), sorted(options), alibi_slopes is None, sinks is None)
-    agree(group, q, k, v, layout, *given, dropout_p, rng_state is None)
+    agree(group, q, k, v, layout, *given, dropout_p, None if rng_state is None else str(rng_state))
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -300,7 +307,7 @@ def ulysses_attention(
         out = flash_attn_func(q, k, v, **numbers, **of_heads.of(own))
     else:
         if mods is not None:
-            mods = mods.moved(dict(h=own.start, hk=rank * heads_kv // world))
+            mods = of_part(mods, dict(h=own, hk=slice(rank * heads_kv // world, None)))
         out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
     return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
 
@@ -322,11 +329,11 @@ def _ring(layout, name):
         """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows,
         dealt {layout}. Keys are gathered, not passed around: the results are the same, and those of one
         GPU."""
-        check(dropout_p)
         out, lse = attention(
             q,
             k,
             v,
+            dropout_p=dropout_p,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window_size,
@@ -390,7 +397,7 @@ def stripe_flash_attn_func(
         raise UnsupportedError(
             "stripe_flash_attn_func without causal: stripes balance a causal mask, use ring_flash_attn_func"
         )
-    check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
+    check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     agree(group, q, k, v, "stripes")
     world, _ = place(group)
     # Rows behind those of all ranks are the last of the sequence, which no other row sees.

@@ -459,6 +459,37 @@ def test_dropout_of_some_heads_is_that_of_one_process():
     assert torch.equal(distributed.unshard(found, layout="contiguous"), want)
 
 
+@ranks(3)
+def test_dropout_of_gathered_keys_is_that_of_one_process():
+    whole, length = tensors(37), 37
+    bias = torch.randn(1, 4, 37, 37, generator=torch.Generator().manual_seed(5))
+    for options in (
+        dict(causal=True),
+        dict(causal=False, window_size=(9, 3)),
+        dict(causal=False, bias=bias),
+        dict(causal=False, alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])),
+    ):
+        options.update(dropout_p=0.25, rng_state=(123, 456))
+        want = alone(*whole, **options)
+        for layout in distributed.LAYOUTS:
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in whole)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out = distributed.attention(q, k, v, layout=layout, seqlen=length, **options)
+            out.backward(dout)
+            found = (out, q.grad, k.grad, v.grad)
+            near([distributed.unshard(x, layout=layout, seqlen=length) for x in found], want)
+    # Without a state that of the first rank counts.
+    torch.manual_seed(7)
+    q, k, v = (x[:, :36].contiguous() for x in whole[:3])
+    want = fa_attn.flash_attn_func(q, k, v, causal=True, dropout_p=0.5)
+    torch.manual_seed(7 + dist.get_rank())
+    own = (distributed.shard(x) for x in (q, k, v))
+    found = distributed.zigzag_ring_flash_attn_func(*own, causal=True, dropout_p=0.5)
+    torch.testing.assert_close(distributed.unshard(found), want, rtol=1e-4, atol=2e-5)
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        distributed.attention(*(x.clone() for x in (q, k, v)), dropout_p=0.5, rng_state=(dist.get_rank(), 0))
+
+
 @ranks(2)
 def test_the_lse_has_gradients():
     whole = tensors(32)
@@ -635,7 +666,9 @@ def test_what_is_not_computed_is_refused_by_name():
     with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes without causal, of packed sequences"):
         distributed.ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8, alibi_slopes=slopes)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout_p is 0.5"):
-        distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
+        distributed.ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8, dropout_p=0.5)
+    with pytest.raises(fa_attn.InputError, match="dropout_p is 1.5: it is a probability"):
+        distributed.ring_flash_attn_func(q, k, v, dropout_p=1.5)
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
         distributed.attention(q[:, :7], k[:, :7], v[:, :7])
     for call in (distributed.attention, distributed.ulysses_attention):
