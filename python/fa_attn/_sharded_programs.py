@@ -55,9 +55,13 @@ def of_part(mods, spans, whole=()):
     `Modifications.moved`."""
     own = {found[1] for text in mods.texts if (found := _OWN.match(text))}
 
+    def span(axis, size):
+        given = spans.get(axis)
+        # Of no rows nothing is read, and arrays have elements.
+        return slice(None) if given is None or size == 1 or given.start == given.stop else given
+
     def cut(x):
-        axes = zip("bhqk", x.shape)
-        return x[tuple(spans.get(axis, slice(None)) if size > 1 else slice(None) for axis, size in axes)]
+        return x[tuple(span(axis, size) for axis, size in zip("bhqk", x.shape))]
 
     arrays = [cut(x) if name in own else x for name, x in zip(mods.names, mods.arrays)]
     return mods.with_arrays(arrays).moved({axis: span.start for axis, span in spans.items()}, whole, _OWN)
@@ -82,16 +86,15 @@ class _OfAll(torch.autograd.Function):
 def computed(q, k, v, mods, parts, spans, group, dealing, options):
     """(out, lse) of this rank's rows. K and V of all ranks are kept for the backward."""
     k, v = (_OfAll.apply(x, group, dealing) for x in (k, v))
-    firsts = {rows.start: first for rows, first in spans}
     extras = extras_of(alibi_slopes=options.slopes, sinks=options.sinks)
-    made = {}
-    for rows, seen, _, mask in parts:
-        first = firsts[rows.start]
-        spans = dict(q=slice(first, first + rows.stop - rows.start), k=seen)
-        own = of_part(mods, spans, dict(sq=dealing.rows, sk=dealing.rows, off=0))
+    made = []
+    # Of short sequences several parts may begin in the same row.
+    for (rows, seen, _, mask), (_, first) in zip(parts, reversed(spans)):
+        of_whole = dict(q=slice(first, first + rows.stop - rows.start), k=seen)
+        own = of_part(mods, of_whole, dict(sq=dealing.rows, sk=dealing.rows, off=0))
         keys, values, numbers = k[:, seen], v[:, seen], options.numbers(mask)
-        made[rows.start] = face.attention(q[:, rows], keys, values, numbers, extras, mods=own)
-    outs, lses = zip(*(made[start] for start in sorted(made)))
+        made.append(face.attention(q[:, rows], keys, values, numbers, extras, mods=own))
+    outs, lses = zip(*reversed(made))
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 

@@ -81,7 +81,8 @@ def with_bits(arrays, scalars, q, k, extras):
 
 def _bits(state, first, q, k, extras):
     batch, heads, rows, keys = extents_of(q, k, extras)
-    rows, keys = rows + first.get("q", 0), keys + first.get("k", 0)
+    # Arrays have elements, also where a rank has no rows.
+    rows, keys = max(1, rows + first.get("q", 0)), max(1, keys + first.get("k", 0))
     bits = torch.empty((batch, heads, rows, -(-keys // 32)), dtype=torch.int32, device=q.device)
     if q.device.type == "cuda":
         dropout_bits(bits, state, None, stream_of(q))

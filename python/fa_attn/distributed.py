@@ -5,7 +5,7 @@ are collective: each rank calls them, in the same order. Transfers are those of 
 NCCL on GPUs, gloo on CPUs.
 
 - `attention`: keys and values are gathered, in stages those of some heads while others are computed; nothing
-  is merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
+  is merged: a rank's rows are computed as on one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
@@ -274,8 +274,8 @@ def ulysses_attention(
     """Attention of whole sequences for some heads: exchanges turn shards of rows into shards of heads and
     back. The ranks divide the query heads, and the K/V heads or are a multiple of them. `alibi_slopes` and
     `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of this rank's heads.
-    `dropout_p` and `rng_state`: the bits are those of one GPU with the same state, which is the first rank's
-    where it is not given. `options`: softmax_scale, causal, window_size, softcap, deterministic and
+    `dropout_p` and `rng_state`: what is dropped is that of one GPU with the same state, which is the first
+    rank's where it is not given. `options`: softmax_scale, causal, window_size, softcap, deterministic and
     query_offset of `flash_attn_func`, and score_mod, mask_mod, bias, mask, attention_chunk and
     block_sparse_tensors of all heads, the same on every rank. Returns out, in the shape of q."""
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))

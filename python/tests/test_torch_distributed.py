@@ -306,6 +306,69 @@ def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
     train(None, [1000])
 
 
+@ranks(4)
+def test_groups_of_some_ranks():
+    rank = dist.get_rank()
+    # Two pairs, whose ranks are not those of the world, and other tensors in each.
+    pairs = [dist.new_group(list(members)) for members in ((1, 3), (2, 0))]
+    at = 0 if rank in (1, 3) else 1
+    group = pairs[at]
+    whole = tensors(32, seed=at)
+    torch.manual_seed(rank)
+
+    def own(x, **options):
+        return distributed.shard(x, group=group, **options)
+
+    drop = dict(dropout_p=0.25)
+    for call, layout in ((distributed.attention, "zigzag"), (distributed.ulysses_attention, "contiguous")):
+        for options in (dict(causal=True), dict(causal=False, attention_chunk=8), drop):
+            q, k, v, dout = (own(x, layout=layout).clone().requires_grad_() for x in whole)
+            out = call(q, k, v, group=group, layout=layout, **options)
+            out.backward(dout.detach())
+            found = [distributed.unshard(x, group=group, layout=layout) for x in (out, q.grad, k.grad, v.grad)]
+            if options is drop:
+                # All have the state of the group's first rank.
+                both = [torch.empty_like(found[0]) for _ in range(2)]
+                dist.all_gather(both, found[0], group=group)
+                assert torch.equal(*both)
+            else:
+                near(found, alone(*whole, **options))
+    out = distributed.decode_attention(whole[0][:, -1:], *(own(x, layout="contiguous") for x in whole[1:3]), group=group)
+    torch.testing.assert_close(out, fa_attn.flash_attn_func(whole[0][:, -1:], *whole[1:3]), rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_rows_that_are_not_contiguous_and_ranks_without_rows():
+    whole = tensors(32)
+    want = alone(*whole, causal=True)
+    for call, layout in ((distributed.attention, "zigzag"), (distributed.ulysses_attention, "contiguous")):
+        # (batch, heads, rows, dim) in memory, and every other element of a row.
+        laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole]
+        wide = [torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in whole]
+        for given in (laid, wide):
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in given)
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            out = call(q, k, v, causal=True, layout=layout)
+            out.backward(dout)
+            near([distributed.unshard(x, layout=layout) for x in (out, q.grad, k.grad, v.grad)], want)
+    # A sequence of one row: the other rank has none.
+    one = [x[:, :1].contiguous() for x in whole]
+    for options in (dict(causal=True), dict(causal=False, dropout_p=0.5, rng_state=(1, 2))):
+        want = alone(*one, **options)
+        for layout in distributed.LAYOUTS:
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in one)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = distributed.attention(q, k, v, layout=layout, seqlen=1, return_lse=True, **options)
+            assert lse.shape == (2, 4, q.shape[1])
+            out.backward(dout)
+            found = (out, q.grad, k.grad, v.grad)
+            near([distributed.unshard(x, layout=layout, seqlen=1) for x in found], want)
+    meta = whole[1].to("meta")
+    for call in (distributed.attention, distributed.ulysses_attention, distributed.decode_attention):
+        with pytest.raises(fa_attn.InputError, match="q on cpu, k on meta, v on cpu: all have to be on one"):
+            call(whole[0], meta, whole[2])
+
+
 @ranks(2)
 def test_compiled_and_under_autocast():
     whole = tensors(32)
