@@ -13,7 +13,7 @@ NCCL on GPUs, gloo on CPUs.
   arguments of ring-flash-attention; `substitute_hf_flash_attn` and `update_ring_flash_attn_params` for
   models of transformers. `UlyssesAttention`, `LongContextAttention` (a grid of both) and
   `set_seq_parallel_pg`: those of yunchang.
-- `context_parallel`, `context_parallel_unshard`, `set_rotate_method`: as those of
+- `context_parallel`, `context_parallel_unshard`, `set_rotate_method`, the plan `ContextParallel`: as those of
   `torch.distributed.tensor.experimental`.
 - `shard`, `unshard`, `positions`: the rows of a rank, and where they are in the sequence.
 
@@ -84,6 +84,7 @@ __all__ = [
     "EXTRACT_FUNC_DICT",
     "LAYOUTS",
     "AsyncLongContextAttention",
+    "ContextParallel",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
     "UlyssesAttention",
@@ -499,6 +500,65 @@ def _group_of(mesh):
 
 
 @contextlib.contextmanager
+def _sdpa_over_ranks(group, layout):
+    """Torch's scaled_dot_product_attention sees the keys of all ranks."""
+    plain = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if attn_mask is not None:
+            raise UnsupportedError("attn_mask under context_parallel: use is_causal, or no mask")
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise InputError(
+                f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True to share them"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options = dict(softmax_scale=scale, causal=is_causal, dropout_p=dropout_p)
+        return attention(q, k, v, group=group, layout=layout, **options).transpose(1, 2)
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+def ContextParallel(seq_dim, attention_type, layout=None):
+    """As the plan `_ContextParallel` of `torch.distributed.tensor.experimental._attention`, for
+    `parallelize_module`: in the module's forward, whose tensors are this rank's rows, torch's
+    scaled_dot_product_attention sees the keys of all ranks. `layout`: how rows are dealt; without it as torch's
+    own `_cp_options.enable_load_balance` says."""
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    kind = getattr(attention_type, "value", attention_type)
+    if kind == "flex_attention":
+        raise UnsupportedError(
+            "attention_type FLEX: use torch's plan, which gathers keys and values, and "
+            "fa_attn.flex.flex_attention in the module"
+        )
+    if kind != "scaled_dot_product_attention":
+        raise InputError(f"attention_type is {attention_type!r}: it must be AttentionType.SDPA")
+    if seq_dim not in (2, -2):
+        raise UnsupportedError(f"seq_dim is {seq_dim!r}: rows are axis 2 of (batch, heads, rows, head_dim)")
+    layout = layout or ("zigzag" if _balances_load() else "contiguous")
+    dealt(layout, 1)
+
+    class Plan(ParallelStyle):
+        def _apply(self, module, device_mesh):
+            forward, group = module.forward, _group_of(device_mesh)
+
+            def over_ranks(*args, **options):
+                with _sdpa_over_ranks(group, layout):
+                    return forward(*args, **options)
+
+            module.forward = over_ranks
+            return module
+
+    return Plan()
+
+
+@contextlib.contextmanager
 def context_parallel(
     mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout=None, load_balance=None
 ):
@@ -522,22 +582,6 @@ def context_parallel(
         )
     kept = no_restore_buffers or set()
     whole = [None if any(x is other for other in kept) else x.detach().clone() for x in buffers]
-    plain = functional.scaled_dot_product_attention
-
-    def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):
-        if attn_mask is not None:
-            raise UnsupportedError("attn_mask under context_parallel: use is_causal, or no mask")
-        check(dropout_p)
-        if query.shape[1] != key.shape[1] and not enable_gqa:
-            raise InputError(
-                f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True to share them"
-            )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention(q, k, v, softmax_scale=scale, causal=is_causal, group=group, layout=layout)
-        return out.transpose(1, 2)
-
     count = len(dealt(layout, place(group)[0])[0]) * place(group)[0]
     for x, dim in zip(buffers, dims):
         if -x.dim() <= dim < x.dim() and x.shape[dim] % count:
@@ -550,11 +594,10 @@ def context_parallel(
         owns = [shard(x, dim, group, layout).clone() for x, dim in zip(buffers, dims)]
         for x, own in zip(buffers, owns):
             x.resize_(own.shape).copy_(own)
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
-        yield
+        with _sdpa_over_ranks(group, layout):
+            yield
     finally:
-        functional.scaled_dot_product_attention = plain
         with torch.no_grad():
             for x, before in zip(buffers, whole):
                 if before is not None:

@@ -652,6 +652,39 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
 
 
 @ranks(2)
+def test_a_plan_of_modules_over_ranks():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._attention import _ContextParallel
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    class Attends(torch.nn.Module):
+        def forward(self, q, k, v, **options):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    mesh, kinds = init_device_mesh("cpu", (2,)), _ContextParallel.AttentionType
+    whole = [x.transpose(1, 2).contiguous().requires_grad_() for x in tensors(32)[:3]]
+    plain = torch.nn.functional.scaled_dot_product_attention
+    want = plain(*whole, is_causal=True, enable_gqa=True)
+    want.square().sum().backward()
+    for layout in (None, *distributed.LAYOUTS):
+        module = parallelize_module(Attends(), mesh, distributed.ContextParallel(2, kinds.SDPA, layout))
+        given = dict(dim=2, layout=layout or "zigzag")
+        own = [distributed.shard(x.detach(), **given).requires_grad_() for x in whole]
+        out = module(*own, is_causal=True, enable_gqa=True)
+        out.square().sum().backward()
+        assert torch.nn.functional.scaled_dot_product_attention is plain
+        for found, x in zip((out, *(x.grad for x in own)), (want, *(x.grad for x in whole))):
+            found = distributed.unshard(found, **given)
+            torch.testing.assert_close(found, x.detach(), rtol=1e-4, atol=2e-5)
+    with pytest.raises(fa_attn.UnsupportedError, match="attention_type FLEX: use torch's plan"):
+        distributed.ContextParallel(2, kinds.FLEX)
+    with pytest.raises(fa_attn.UnsupportedError, match="seq_dim is 1: rows are axis 2"):
+        distributed.ContextParallel(1, kinds.SDPA)
+    with pytest.raises(fa_attn.InputError, match="attention_type is 'ring'"):
+        distributed.ContextParallel(2, "ring")
+
+
+@ranks(2)
 def test_context_parallel_deals_as_torch_is_told_to():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import _attention as torchs
