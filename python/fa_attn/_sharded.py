@@ -337,14 +337,18 @@ def stacked(function, axis):
 def check(dropout_p, **axes):
     if dropout_p != 0.0:
         raise UnsupportedError(
-            f"dropout_p is {dropout_p}: over several ranks it is computed by ulysses_attention, use that or "
-            "leave it out"
+            f"dropout_p is {dropout_p}: over several ranks it is computed by attention and ulysses_attention, "
+            "use these or leave it out"
         )
     for name, (x, count) in axes.items():
         if not isinstance(x, torch.Tensor):
             raise InputError(f"{name} is of the type {type(x).__name__}: it must be a torch tensor")
         if x.dim() != count:
             raise InputError(f"{name} has the shape {tuple(x.shape)}: it must have {count} axes")
+    devices = {name: x.device for name, (x, _) in axes.items()}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise InputError(f"{where}: all have to be on one device, that of the group's transfers")
     if axes:
         heads_q, heads_k, heads_v = (x.shape[-2] for x, _ in axes.values())
         if not heads_k or heads_q % heads_k or heads_v != heads_k:

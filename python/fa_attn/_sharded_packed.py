@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ._core import InputError, UnsupportedError
@@ -56,12 +58,14 @@ def _options(scale, causal, window_size, softcap, deterministic, alibi_slopes, q
     return options
 
 
-def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
+@functools.lru_cache(maxsize=8)
+def _parts(starts, max_seqlen, total, ranks, layout, causal, device):
     """For each chunk of this rank its rows of all sequences, the rows of all ranks that they see, and the
-    lengths of both, the longest first. `cu_seqlens`: where this rank's rows of each sequence begin."""
-    world, rank = place(group)
+    lengths of both, the longest first. `starts`: where this rank's rows of each sequence begin. The layers of
+    a model ask for the same."""
+    world, rank = ranks
     owned = dealt(layout, world)
-    starts = cu_seqlens.tolist()
+    starts = list(starts)
     if starts[0] != 0 or starts[-1] != total or sorted(starts) != starts:
         raise InputError(f"cu_seqlens is {starts}: it must ascend from 0 to the {total} rows of this rank")
     if max_seqlen < max([0, *(b - a for a, b in zip(starts, starts[1:]))]):
@@ -79,7 +83,7 @@ def _parts(cu_seqlens, max_seqlen, total, group, layout, causal):
         ]
         sums = torch.tensor([0, *(len(owners) * length for length in lengths)]).cumsum(0)
         index = torch.cat([torch.arange(0), *spans])
-        return index.to(cu_seqlens.device), sums.to(dtype=torch.int32, device=cu_seqlens.device)
+        return index.to(device), sums.to(dtype=torch.int32, device=device)
 
     parts, longest = [], max([0, *lengths])
     for at, chunk in reversed(list(enumerate(owned[rank]))):
@@ -164,8 +168,9 @@ def _ring(layout, name):
             raise InputError(
                 f"q has {q.shape[0]} rows, k {k.shape[0]} and v {v.shape[0]}: a rank has as many of each"
             )
-        agree(group, q, k, v, layout, options, cu_seqlens.tolist())
-        parts = _parts(cu_seqlens, max_seqlen, q.shape[0], group, layout, options.causal)
+        starts = tuple(cu_seqlens.tolist())
+        agree(group, q, k, v, layout, options, starts)
+        parts = _parts(starts, max_seqlen, q.shape[0], place(group), layout, options.causal, q.device)
         out, lse = _computed(q, k, v, parts, group, 1, options)
         return (out, lse, None) if return_attn_probs else out
 

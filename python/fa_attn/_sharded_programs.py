@@ -4,6 +4,8 @@ whole."""
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 
@@ -44,6 +46,27 @@ def with_slopes(mods, options):
     return own if mods is None else own.joined(mods)
 
 
+# Biases whose gradients are wanted: kernels add these up where they are read at a call's own numbers.
+_OWN = re.compile(r"array (fa_bias|fa_mask): \w+\[_, _, _, _\] grad;\n.*\[b, h, q, k\];$")
+
+
+def of_part(mods, spans, whole=()):
+    """These for a part of a call, of which `spans` are its numbers in the whole by variable; see
+    `Modifications.moved`."""
+    own = {found[1] for text in mods.texts if (found := _OWN.match(text))}
+
+    def span(axis, size):
+        given = spans.get(axis)
+        # Of no rows nothing is read, and arrays have elements.
+        return slice(None) if given is None or size == 1 or given.start == given.stop else given
+
+    def cut(x):
+        return x[tuple(span(axis, size) for axis, size in zip("bhqk", x.shape))]
+
+    arrays = [cut(x) if name in own else x for name, x in zip(mods.names, mods.arrays)]
+    return mods.with_arrays(arrays).moved({axis: span.start for axis, span in spans.items()}, whole, _OWN)
+
+
 class _OfAll(torch.autograd.Function):
     """The rows of all ranks in the order of the sequence, whose gradients are summed by float32."""
 
@@ -63,16 +86,15 @@ class _OfAll(torch.autograd.Function):
 def computed(q, k, v, mods, parts, spans, group, dealing, options):
     """(out, lse) of this rank's rows. K and V of all ranks are kept for the backward."""
     k, v = (_OfAll.apply(x, group, dealing) for x in (k, v))
-    firsts = {rows.start: first for rows, first in spans}
     extras = extras_of(alibi_slopes=options.slopes, sinks=options.sinks)
-    made = {}
-    for rows, seen, _, mask in parts:
-        own = mods.moved(
-            dict(q=firsts[rows.start], k=seen.start), dict(sq=dealing.rows, sk=dealing.rows, off=0)
-        )
+    made = []
+    # Of short sequences several parts may begin in the same row.
+    for (rows, seen, _, mask), (_, first) in zip(parts, reversed(spans)):
+        of_whole = dict(q=slice(first, first + rows.stop - rows.start), k=seen)
+        own = of_part(mods, of_whole, dict(sq=dealing.rows, sk=dealing.rows, off=0))
         keys, values, numbers = k[:, seen], v[:, seen], options.numbers(mask)
-        made[rows.start] = face.attention(q[:, rows], keys, values, numbers, extras, mods=own)
-    outs, lses = zip(*(made[start] for start in sorted(made)))
+        made.append(face.attention(q[:, rows], keys, values, numbers, extras, mods=own))
+    outs, lses = zip(*reversed(made))
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
@@ -87,6 +109,13 @@ def dropout_state(q, batch, heads, p, rng_state, group):
     return state[:2]
 
 
+def dropped(mods, q, rows, p, rng_state, group):
+    """What changes the scores of a call of the whole, of `rows` queries and keys, with dropout."""
+    batch, heads = q.shape[0], q.shape[2]
+    state = dropout_state(q, batch, heads, p, rng_state, group)
+    return dropping(mods, q, lambda: Extents(batch, heads, rows, rows), p, state)
+
+
 def by_sequence(q, k, v, numbers, given, mods, drop, heads):
     """Attention of whole sequences for some heads: `heads` are the first of them and the number of all. With
     dropout (`drop`: its probability and state) one sequence after the other, as the bits of a head follow
@@ -98,7 +127,7 @@ def by_sequence(q, k, v, numbers, given, mods, drop, heads):
     (first, count), (p, state), outs = heads, drop, []
     for at in range(q.shape[0]):
         one = [x[at : at + 1] for x in (q, k, v)]
-        own = None if mods is None else mods.moved(dict(b=at))
+        own = None if mods is None else of_part(mods, dict(b=slice(at, at + 1)))
         extents = Extents(1, q.shape[2], q.shape[1], k.shape[1])
         moved = state + torch.tensor([0, ADVANCE * (at * count + first)]).to(state.device)
         dropped = dropping(own, one[0], lambda: extents, p, moved)

@@ -3,6 +3,8 @@ make the bits where they are needed, so that nothing of size seqlen_q x seqlen_k
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from ._core import InputError, UnsupportedError, dropout_bits
@@ -66,13 +68,21 @@ def kept(q, extents, threshold, rng_state):
     return torch.tensor([seed, offset, threshold], dtype=torch.int64).to(q.device, non_blocking=True)
 
 
-def with_bits(arrays, q, k, extras):
-    """The arrays of a call's programs by name, with the bits in place of the state."""
-    return [(name, _bits(x, q, k, extras) if name == BITS else x) for name, x in arrays]
+# Where a call that is a part of a larger one begins in it (`Modifications.moved`).
+_FIRST = re.compile(r"fa_part_([qk])_")
 
 
-def _bits(state, q, k, extras):
+def with_bits(arrays, scalars, q, k, extras):
+    """The arrays of a call's programs by name, with the bits in place of the state: of all queries and keys
+    up to the last of the call."""
+    first = {found[1]: int(value) for name, value in scalars if (found := _FIRST.match(name))}
+    return [(name, _bits(x, first, q, k, extras) if name == BITS else x) for name, x in arrays]
+
+
+def _bits(state, first, q, k, extras):
     batch, heads, rows, keys = extents_of(q, k, extras)
+    # Arrays have elements, also where a rank has no rows.
+    rows, keys = max(1, rows + first.get("q", 0)), max(1, keys + first.get("k", 0))
     bits = torch.empty((batch, heads, rows, -(-keys // 32)), dtype=torch.int32, device=q.device)
     if q.device.type == "cuda":
         dropout_bits(bits, state, None, stream_of(q))

@@ -68,8 +68,9 @@ def _programs(program, q, k, extras):
     arrays, values = program[:_MOST], program[_MOST : 2 * _MOST]
     texts, names, scalar_names = program[2 * _MOST :]
     arrays = [(name, x.detach().resolve_neg()) for name, x in zip(_names(names), arrays)]
-    arrays = with_bits(arrays, q, k, extras)
-    return texts.split(_SEPARATOR), arrays, list(zip(_names(scalar_names), values))
+    scalars = list(zip(_names(scalar_names), values))
+    arrays = with_bits(arrays, scalars, q, k, extras)
+    return texts.split(_SEPARATOR), arrays, scalars
 
 
 def _parted(arguments):

@@ -5,7 +5,7 @@ are collective: each rank calls them, in the same order. Transfers are those of 
 NCCL on GPUs, gloo on CPUs.
 
 - `attention`: keys and values are gathered, in stages those of some heads while others are computed; nothing
-  is merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
+  is merged: a rank's rows are computed as on one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
@@ -13,7 +13,7 @@ NCCL on GPUs, gloo on CPUs.
   arguments of ring-flash-attention; `substitute_hf_flash_attn` and `update_ring_flash_attn_params` for
   models of transformers. `UlyssesAttention`, `LongContextAttention` (a grid of both) and
   `set_seq_parallel_pg`: those of yunchang.
-- `context_parallel`, `context_parallel_unshard`, `set_rotate_method`: as those of
+- `context_parallel`, `context_parallel_unshard`, `set_rotate_method`, the plan `ContextParallel`: as those of
   `torch.distributed.tensor.experimental`.
 - `shard`, `unshard`, `positions`: the rows of a rank, and where they are in the sequence.
 
@@ -73,7 +73,7 @@ from ._sharded_packed import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from ._sharded_programs import by_sequence, dropout_state
+from ._sharded_programs import by_sequence, dropout_state, dropped, of_part
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
@@ -84,6 +84,7 @@ __all__ = [
     "EXTRACT_FUNC_DICT",
     "LAYOUTS",
     "AsyncLongContextAttention",
+    "ContextParallel",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
     "UlyssesAttention",
@@ -162,6 +163,8 @@ def attention(
     stages=1,
     return_lse=False,
     seqlen=None,
+    dropout_p=0.0,
+    rng_state=None,
     **modifications,
 ):
     """Attention of this rank's queries over the keys of all ranks.
@@ -175,6 +178,8 @@ def attention(
     weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
     `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
     gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
+    `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is the
+    first rank's where it is not given.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     world, rank = place(group)
@@ -186,7 +191,8 @@ def attention(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
     shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
-    agree(group, *shown, layout, stages, options, *sorted(modifications))
+    drop = (dropout_p, None if rng_state is None else str(rng_state))
+    agree(group, *shown, layout, stages, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
     spans = _spans(dealing, rank)
     parts = _parts(spans, dealing.rows, options)
@@ -194,6 +200,8 @@ def attention(
     if alibi_slopes is not None and not options.causal:
         # Distances of a part are those of its own diagonal, which a causal mask alone keeps.
         mods = with_slopes(mods, options)
+    if dropout_p != 0.0 or rng_state is not None:
+        mods = dropped(mods, q, dealing.rows, dropout_p, rng_state, group)
     if mods is None:
         out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, dealing, stages, options)
     else:
@@ -267,8 +275,8 @@ def ulysses_attention(
     """Attention of whole sequences for some heads: exchanges turn shards of rows into shards of heads and
     back. The ranks divide the query heads, and the K/V heads or are a multiple of them. `alibi_slopes` and
     `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of this rank's heads.
-    `dropout_p` and `rng_state`: the bits are those of one GPU with the same state, which is the first rank's
-    where it is not given. `options`: softmax_scale, causal, window_size, softcap, deterministic and
+    `dropout_p` and `rng_state`: what is dropped is that of one GPU with the same state, which is the first
+    rank's where it is not given. `options`: softmax_scale, causal, window_size, softcap, deterministic and
     query_offset of `flash_attn_func`, and score_mod, mask_mod, bias, mask, attention_chunk and
     block_sparse_tensors of all heads, the same on every rank. Returns out, in the shape of q."""
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
@@ -277,7 +285,7 @@ def ulysses_attention(
     numbers = {name: options.pop(name) for name in _BY_HEADS if name in options}
     # First of all: an error of one rank alone would leave the others waiting.
     given = (sorted(numbers.items()), sorted(options), alibi_slopes is None, sinks is None)
-    agree(group, q, k, v, layout, *given, dropout_p, rng_state is None)
+    agree(group, q, k, v, layout, *given, dropout_p, None if rng_state is None else str(rng_state))
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -300,7 +308,7 @@ def ulysses_attention(
         out = flash_attn_func(q, k, v, **numbers, **of_heads.of(own))
     else:
         if mods is not None:
-            mods = mods.moved(dict(h=own.start, hk=rank * heads_kv // world))
+            mods = of_part(mods, dict(h=own, hk=slice(rank * heads_kv // world, None)))
         out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
     return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
 
@@ -322,11 +330,11 @@ def _ring(layout, name):
         """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows,
         dealt {layout}. Keys are gathered, not passed around: the results are the same, and those of one
         GPU."""
-        check(dropout_p)
         out, lse = attention(
             q,
             k,
             v,
+            dropout_p=dropout_p,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window_size,
@@ -390,7 +398,7 @@ def stripe_flash_attn_func(
         raise UnsupportedError(
             "stripe_flash_attn_func without causal: stripes balance a causal mask, use ring_flash_attn_func"
         )
-    check(dropout_p, q=(q, 4), k=(k, 4), v=(v, 4))
+    check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     agree(group, q, k, v, "stripes")
     world, _ = place(group)
     # Rows behind those of all ranks are the last of the sequence, which no other row sees.
@@ -492,6 +500,65 @@ def _group_of(mesh):
 
 
 @contextlib.contextmanager
+def _sdpa_over_ranks(group, layout):
+    """Torch's scaled_dot_product_attention sees the keys of all ranks."""
+    plain = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if attn_mask is not None:
+            raise UnsupportedError("attn_mask under context_parallel: use is_causal, or no mask")
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise InputError(
+                f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True to share them"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options = dict(softmax_scale=scale, causal=is_causal, dropout_p=dropout_p)
+        return attention(q, k, v, group=group, layout=layout, **options).transpose(1, 2)
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+def ContextParallel(seq_dim, attention_type, layout=None):
+    """As the plan `_ContextParallel` of `torch.distributed.tensor.experimental._attention`, for
+    `parallelize_module`: in the module's forward, whose tensors are this rank's rows, torch's
+    scaled_dot_product_attention sees the keys of all ranks. `layout`: how rows are dealt; without it as torch's
+    own `_cp_options.enable_load_balance` says."""
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    kind = getattr(attention_type, "value", attention_type)
+    if kind == "flex_attention":
+        raise UnsupportedError(
+            "attention_type FLEX: use torch's plan, which gathers keys and values, and "
+            "fa_attn.flex.flex_attention in the module"
+        )
+    if kind != "scaled_dot_product_attention":
+        raise InputError(f"attention_type is {attention_type!r}: it must be AttentionType.SDPA")
+    if seq_dim not in (2, -2):
+        raise UnsupportedError(f"seq_dim is {seq_dim!r}: rows are axis 2 of (batch, heads, rows, head_dim)")
+    layout = layout or ("zigzag" if _balances_load() else "contiguous")
+    dealt(layout, 1)
+
+    class Plan(ParallelStyle):
+        def _apply(self, module, device_mesh):
+            forward, group = module.forward, _group_of(device_mesh)
+
+            def over_ranks(*args, **options):
+                with _sdpa_over_ranks(group, layout):
+                    return forward(*args, **options)
+
+            module.forward = over_ranks
+            return module
+
+    return Plan()
+
+
+@contextlib.contextmanager
 def context_parallel(
     mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None, layout=None, load_balance=None
 ):
@@ -515,22 +582,6 @@ def context_parallel(
         )
     kept = no_restore_buffers or set()
     whole = [None if any(x is other for other in kept) else x.detach().clone() for x in buffers]
-    plain = functional.scaled_dot_product_attention
-
-    def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):
-        if attn_mask is not None:
-            raise UnsupportedError("attn_mask under context_parallel: use is_causal, or no mask")
-        check(dropout_p)
-        if query.shape[1] != key.shape[1] and not enable_gqa:
-            raise InputError(
-                f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True to share them"
-            )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention(q, k, v, softmax_scale=scale, causal=is_causal, group=group, layout=layout)
-        return out.transpose(1, 2)
-
     count = len(dealt(layout, place(group)[0])[0]) * place(group)[0]
     for x, dim in zip(buffers, dims):
         if -x.dim() <= dim < x.dim() and x.shape[dim] % count:
@@ -543,11 +594,10 @@ def context_parallel(
         owns = [shard(x, dim, group, layout).clone() for x, dim in zip(buffers, dims)]
         for x, own in zip(buffers, owns):
             x.resize_(own.shape).copy_(own)
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
-        yield
+        with _sdpa_over_ranks(group, layout):
+            yield
     finally:
-        functional.scaled_dot_product_attention = plain
         with torch.no_grad():
             for x, before in zip(buffers, whole):
                 if before is not None:

@@ -306,6 +306,69 @@ def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
     train(None, [1000])
 
 
+@ranks(4)
+def test_groups_of_some_ranks():
+    rank = dist.get_rank()
+    # Two pairs, whose ranks are not those of the world, and other tensors in each.
+    pairs = [dist.new_group(list(members)) for members in ((1, 3), (2, 0))]
+    at = 0 if rank in (1, 3) else 1
+    group = pairs[at]
+    whole = tensors(32, seed=at)
+    torch.manual_seed(rank)
+
+    def own(x, **options):
+        return distributed.shard(x, group=group, **options)
+
+    drop = dict(dropout_p=0.25)
+    for call, layout in ((distributed.attention, "zigzag"), (distributed.ulysses_attention, "contiguous")):
+        for options in (dict(causal=True), dict(causal=False, attention_chunk=8), drop):
+            q, k, v, dout = (own(x, layout=layout).clone().requires_grad_() for x in whole)
+            out = call(q, k, v, group=group, layout=layout, **options)
+            out.backward(dout.detach())
+            found = [distributed.unshard(x, group=group, layout=layout) for x in (out, q.grad, k.grad, v.grad)]
+            if options is drop:
+                # All have the state of the group's first rank.
+                both = [torch.empty_like(found[0]) for _ in range(2)]
+                dist.all_gather(both, found[0], group=group)
+                assert torch.equal(*both)
+            else:
+                near(found, alone(*whole, **options))
+    out = distributed.decode_attention(whole[0][:, -1:], *(own(x, layout="contiguous") for x in whole[1:3]), group=group)
+    torch.testing.assert_close(out, fa_attn.flash_attn_func(whole[0][:, -1:], *whole[1:3]), rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_rows_that_are_not_contiguous_and_ranks_without_rows():
+    whole = tensors(32)
+    want = alone(*whole, causal=True)
+    for call, layout in ((distributed.attention, "zigzag"), (distributed.ulysses_attention, "contiguous")):
+        # (batch, heads, rows, dim) in memory, and every other element of a row.
+        laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole]
+        wide = [torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in whole]
+        for given in (laid, wide):
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in given)
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            out = call(q, k, v, causal=True, layout=layout)
+            out.backward(dout)
+            near([distributed.unshard(x, layout=layout) for x in (out, q.grad, k.grad, v.grad)], want)
+    # A sequence of one row: the other rank has none.
+    one = [x[:, :1].contiguous() for x in whole]
+    for options in (dict(causal=True), dict(causal=False, dropout_p=0.5, rng_state=(1, 2))):
+        want = alone(*one, **options)
+        for layout in distributed.LAYOUTS:
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in one)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = distributed.attention(q, k, v, layout=layout, seqlen=1, return_lse=True, **options)
+            assert lse.shape == (2, 4, q.shape[1])
+            out.backward(dout)
+            found = (out, q.grad, k.grad, v.grad)
+            near([distributed.unshard(x, layout=layout, seqlen=1) for x in found], want)
+    meta = whole[1].to("meta")
+    for call in (distributed.attention, distributed.ulysses_attention, distributed.decode_attention):
+        with pytest.raises(fa_attn.InputError, match="q on cpu, k on meta, v on cpu: all have to be on one"):
+            call(whole[0], meta, whole[2])
+
+
 @ranks(2)
 def test_compiled_and_under_autocast():
     whole = tensors(32)
@@ -459,6 +522,37 @@ def test_dropout_of_some_heads_is_that_of_one_process():
     assert torch.equal(distributed.unshard(found, layout="contiguous"), want)
 
 
+@ranks(3)
+def test_dropout_of_gathered_keys_is_that_of_one_process():
+    whole, length = tensors(37), 37
+    bias = torch.randn(1, 4, 37, 37, generator=torch.Generator().manual_seed(5))
+    for options in (
+        dict(causal=True),
+        dict(causal=False, window_size=(9, 3)),
+        dict(causal=False, bias=bias),
+        dict(causal=False, alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])),
+    ):
+        options.update(dropout_p=0.25, rng_state=(123, 456))
+        want = alone(*whole, **options)
+        for layout in distributed.LAYOUTS:
+            q, k, v, dout = (distributed.shard(x, layout=layout) for x in whole)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out = distributed.attention(q, k, v, layout=layout, seqlen=length, **options)
+            out.backward(dout)
+            found = (out, q.grad, k.grad, v.grad)
+            near([distributed.unshard(x, layout=layout, seqlen=length) for x in found], want)
+    # Without a state that of the first rank counts.
+    torch.manual_seed(7)
+    q, k, v = (x[:, :36].contiguous() for x in whole[:3])
+    want = fa_attn.flash_attn_func(q, k, v, causal=True, dropout_p=0.5)
+    torch.manual_seed(7 + dist.get_rank())
+    own = (distributed.shard(x) for x in (q, k, v))
+    found = distributed.zigzag_ring_flash_attn_func(*own, causal=True, dropout_p=0.5)
+    torch.testing.assert_close(distributed.unshard(found), want, rtol=1e-4, atol=2e-5)
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        distributed.attention(*(x.clone() for x in (q, k, v)), dropout_p=0.5, rng_state=(dist.get_rank(), 0))
+
+
 @ranks(2)
 def test_the_lse_has_gradients():
     whole = tensors(32)
@@ -558,6 +652,39 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
 
 
 @ranks(2)
+def test_a_plan_of_modules_over_ranks():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._attention import _ContextParallel
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    class Attends(torch.nn.Module):
+        def forward(self, q, k, v, **options):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    mesh, kinds = init_device_mesh("cpu", (2,)), _ContextParallel.AttentionType
+    whole = [x.transpose(1, 2).contiguous().requires_grad_() for x in tensors(32)[:3]]
+    plain = torch.nn.functional.scaled_dot_product_attention
+    want = plain(*whole, is_causal=True, enable_gqa=True)
+    want.square().sum().backward()
+    for layout in (None, *distributed.LAYOUTS):
+        module = parallelize_module(Attends(), mesh, distributed.ContextParallel(2, kinds.SDPA, layout))
+        given = dict(dim=2, layout=layout or "zigzag")
+        own = [distributed.shard(x.detach(), **given).requires_grad_() for x in whole]
+        out = module(*own, is_causal=True, enable_gqa=True)
+        out.square().sum().backward()
+        assert torch.nn.functional.scaled_dot_product_attention is plain
+        for found, x in zip((out, *(x.grad for x in own)), (want, *(x.grad for x in whole))):
+            found = distributed.unshard(found, **given)
+            torch.testing.assert_close(found, x.detach(), rtol=1e-4, atol=2e-5)
+    with pytest.raises(fa_attn.UnsupportedError, match="attention_type FLEX: use torch's plan"):
+        distributed.ContextParallel(2, kinds.FLEX)
+    with pytest.raises(fa_attn.UnsupportedError, match="seq_dim is 1: rows are axis 2"):
+        distributed.ContextParallel(1, kinds.SDPA)
+    with pytest.raises(fa_attn.InputError, match="attention_type is 'ring'"):
+        distributed.ContextParallel(2, "ring")
+
+
+@ranks(2)
 def test_context_parallel_deals_as_torch_is_told_to():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import _attention as torchs
@@ -635,7 +762,9 @@ def test_what_is_not_computed_is_refused_by_name():
     with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes without causal, of packed sequences"):
         distributed.ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8, alibi_slopes=slopes)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout_p is 0.5"):
-        distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
+        distributed.ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, 8, dropout_p=0.5)
+    with pytest.raises(fa_attn.InputError, match="dropout_p is 1.5: it is a probability"):
+        distributed.ring_flash_attn_func(q, k, v, dropout_p=1.5)
     with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
         distributed.attention(q[:, :7], k[:, :7], v[:, :7])
     for call in (distributed.attention, distributed.ulysses_attention):

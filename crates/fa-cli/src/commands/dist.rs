@@ -7,6 +7,7 @@ mod memory;
 mod parent;
 mod predict;
 mod rank;
+mod tensors;
 
 pub(crate) use args::DistArgs;
 use args::{DistCommand, TransportName};
@@ -20,9 +21,7 @@ use crate::term::failure::Verdict;
 pub(crate) fn command(args: &DistArgs) -> anyhow::Result<Verdict> {
     match &args.command {
         DistCommand::Plan(args) => predict::plan(args),
-        DistCommand::Check(args) if args.run.transport == TransportName::Memory => {
-            memory::check_on_cpu(&args.run, args.repeat)
-        }
+        DistCommand::Check(args) if args.run.transport == TransportName::Memory => memory::check_on_cpu(args),
         DistCommand::Check(args) => parent::check(args),
         DistCommand::Bench(args) => parent::bench(args),
         DistCommand::Rank => rank::command(),

@@ -8,6 +8,9 @@ fn ranks_in_memory_are_right_equal_and_told_of_ends() {
         ("--ranks 3 --repeat 5 --quick", &["5 equal runs", "ends at each of 6 exchanges of ring"][..]),
         ("--ranks 2", &["gather   bits of one: true", "decode", "203 4:2"]),
         ("--ranks 1 --quick", &["ulysses  bits of one: true"]),
+        ("--ranks 3 --only packed", &["causal packed sinks  ring", "dsinks", "full packed          ring"]),
+        ("--ranks 2 --only program", &["full program         gather", "causal program dlse  ulysses"]),
+        ("--ranks 4 --only decode", &["1x70 8:4 causal paged", "3x70 8:4 full in-use sinks"]),
         ("--ranks 17 --quick", &["ring     bits of one: false", "ends at each of 48 exchanges of ring"]),
     ] {
         let text = fa(&format!("dist check --transport memory {line}")).good();
@@ -33,6 +36,7 @@ fn what_several_gpus_need_is_said_at_once() {
     }
     for (line, part) in [
         ("dist bench --transport memory", "measure nccl or network"),
+        ("dist check --transport memory --only flex", "no shape has it, use one of "),
         ("dist check --repeat 1", "use 2 to 100000"),
         ("dist check --transport pigeon", "nccl, network, memory"),
     ] {

@@ -33,6 +33,7 @@ const CHECK_EXAMPLES: &str = "\
 Examples:
   fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
   fa dist check --repeat 200        200 runs with the same bits
+  fa dist check --only packed       packed sequences alone
   fa dist check --transport network                over sockets, as between machines
   fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU";
 
@@ -134,6 +135,9 @@ pub(crate) struct CheckArgs {
     /// Runs of every shape, whose bits have to be equal
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = runs)]
     pub repeat: usize,
+    /// Only shapes whose line has this text, as packed, sinks, program or ring; no rank fails then
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
 }
 
 /// `fa dist check` and `fa dist bench`.

@@ -10,6 +10,8 @@ pub(super) struct Found<T> {
     pub lse: Vec<f32>,
     /// Empty where there is no backward.
     pub gradients: Vec<Vec<T>>,
+    /// The gradient of the sinks, of which each rank has a part; empty where there are none.
+    pub dsinks: Vec<f32>,
 }
 
 fn same<T: Element>(one: &[T], other: &[T]) -> bool {
@@ -23,6 +25,7 @@ impl<T: Element> Found<T> {
         let gradients = self.gradients.iter().zip(&other.gradients).zip(["dQ", "dK", "dV"]);
         let mut tensors = vec![("O", same(&self.out, &other.out)), ("LSE", same(&self.lse, &other.lse))];
         tensors.extend(gradients.map(|((own, other), name)| (name, same(own, other))));
+        tensors.push(("dsinks", same(&self.dsinks, &other.dsinks)));
         tensors.into_iter().find(|(_, same)| !same).map(|(name, _)| name)
     }
 
@@ -31,6 +34,7 @@ impl<T: Element> Found<T> {
         answer.same_bits = Some(same(&self.out, &one.out) && same(&self.lse, &one.lse));
         answer.errors.push(worst(&self.out, &one.out));
         answer.errors.extend(self.gradients.iter().zip(&one.gradients).map(|(own, one)| worst(own, one)));
+        answer.dsinks = [self.dsinks.clone(), one.dsinks.clone()];
     }
 }
 
@@ -50,7 +54,7 @@ pub(super) fn repeated<T: Element, E>(
 }
 
 /// The largest difference over the largest value; NaN anywhere is infinite.
-fn worst<T: Element>(found: &[T], want: &[T]) -> f64 {
+pub(super) fn worst<T: Element>(found: &[T], want: &[T]) -> f64 {
     let largest = want.iter().map(|value| value.to_f64().abs()).fold(1e-30, f64::max);
     let differences = found.iter().zip(want).map(|(a, b)| (a.to_f64() - b.to_f64()).abs());
     let worst = differences.map(|d| if d.is_nan() { f64::INFINITY } else { d }).fold(0.0, f64::max);
@@ -63,7 +67,7 @@ mod tests {
 
     fn found(values: [f32; 3]) -> Found<f32> {
         let [out, lse, dk] = values.map(|value| vec![1.0, value]);
-        Found { out, lse, gradients: vec![vec![2.0], dk] }
+        Found { out, lse, gradients: vec![vec![2.0], dk], dsinks: Vec::new() }
     }
 
     #[test]

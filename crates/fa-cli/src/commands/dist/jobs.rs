@@ -1,7 +1,9 @@
 //! What ranks are asked to do, and what they answer.
 
-use fa_core::{Dtype, Lengths, Mask, Problem};
-use fa_dist::{Error, Layout, Scheme};
+use fa_core::lengths::Side;
+use fa_core::program::Program;
+use fa_core::{Alibi, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod};
+use fa_dist::{Error, Layout, Scheme, ShardPlan};
 use serde::{Deserialize, Serialize};
 
 /// The variable by which the parent says how long to wait.
@@ -71,6 +73,40 @@ pub(super) struct Job {
     pub repeat: usize,
     /// A rank that takes one row less: ranks that disagree.
     pub odd_rank: Option<usize>,
+    /// Where packed sequences begin, and the last one ends.
+    pub starts: Option<Vec<i32>>,
+    /// Whether the backward takes the gradient of the LSE.
+    pub dlse: bool,
+    /// Of a decode on caches the keys in use: of each rank, and there of each sequence.
+    pub used: Vec<Vec<i32>>,
+}
+
+impl Job {
+    /// The plan of `problem`, which is that of the job, or a rank's that disagrees.
+    pub(super) fn plan(&self, problem: &Problem, world: usize) -> Result<ShardPlan, Error> {
+        let (scheme, layout) = (self.scheme, self.layout);
+        let plan = match &self.starts {
+            Some(starts) => ShardPlan::packed(problem, starts, world, scheme, layout),
+            None => ShardPlan::new(problem, world, scheme, layout),
+        };
+        Ok(plan?.with_dlse(self.dlse))
+    }
+
+    /// What the problem has besides a mask, in words that follow its shape.
+    pub(super) fn words(&self) -> String {
+        let (score, keys) = (self.problem.score, self.problem.lengths.k());
+        let named = [
+            (self.starts.is_some(), "packed"),
+            (keys.used && self.problem.lengths.page().is_none(), "in-use"),
+            (self.problem.lengths.page().is_some(), "paged"),
+            (score.sinks, "sinks"),
+            (score.alibi.is_some(), "alibi"),
+            (score.program.is_some() && score.dropout.is_none(), "program"),
+            (score.dropout.is_some(), "dropout"),
+            (self.dlse, "dlse"),
+        ];
+        named.iter().filter(|(is_so, _)| *is_so).map(|(_, word)| format!(" {word}")).collect()
+    }
 }
 
 /// What a rank found.
@@ -86,6 +122,8 @@ pub(super) struct Answer {
     pub same_bits: Option<bool>,
     /// Largest difference of O, dQ, dK and dV from one GPU's, over the largest value.
     pub errors: Vec<f64>,
+    /// The gradient of the sinks: the rank's part, and all of one GPU's.
+    pub dsinks: [Vec<f32>; 2],
     /// The first run with other bits than the first one, and the tensor: `run 17: dK`.
     pub differs: Option<String>,
     /// Seconds of a pass over all ranks: forward, and backward.
@@ -107,6 +145,7 @@ impl Answer {
             error: None,
             same_bits: None,
             errors: Vec::new(),
+            dsinks: [Vec::new(), Vec::new()],
             differs: None,
             seconds: Vec::new(),
             one_gpu: Vec::new(),
@@ -132,8 +171,88 @@ fn problem(len: (usize, usize), heads: (usize, usize), mask: Mask) -> Problem {
 fn job(problem: Problem, scheme: Scheme, kind: Kind) -> Job {
     let backward = scheme != Scheme::Decode;
     let layout = if scheme == Scheme::Decode { Layout::Contiguous } else { Layout::Zigzag };
-    let same_bits = matches!(scheme, Scheme::Gather | Scheme::Ulysses);
-    Job { problem, scheme, layout, backward, kind, same_bits, repeat: 2, odd_rank: None }
+    let same_bits = matches!(scheme, Scheme::Gather | Scheme::Ulysses) && problem.score.program.is_none();
+    Job {
+        problem,
+        scheme,
+        layout,
+        backward,
+        kind,
+        same_bits,
+        repeat: 2,
+        odd_rank: None,
+        starts: None,
+        dlse: false,
+        used: Vec::new(),
+    }
+}
+
+/// The same scores, changed.
+fn scored(problem: Problem, of: impl Fn(ScoreMod) -> ScoreMod) -> Problem {
+    problem.with_score(of(problem.score))
+}
+
+/// A program of masks and scores, which fits every problem.
+fn with_program(problem: Problem, text: &str) -> Problem {
+    let program = Program::parse(text).ok().and_then(|program| program.intern().ok());
+    scored(problem, |score| score.with_program(program))
+}
+
+/// Masks that no window is, and scores that the caller changes.
+const MASKED: &str = "scalar w: i32; let d = q + off - k; mask = 0 <= d and (d < w or k % 7 == 0);";
+const DOCUMENTS: &str = "mask = q // 5000 == k // 5000;";
+const CHANGED: &str = "array bias: f32[_, _]; score = s + bias[q, k] + 0.01 * f32(h);";
+
+/// Sequences of `len` rows, of which one is long, one is empty and one has a single row.
+fn packed(job: Job) -> Job {
+    let len = job.problem.lengths.max_q();
+    let starts: Vec<i32> = [0, len / 8, len / 8, len / 2 + 3, len - 1, len].map(|row| row as i32).to_vec();
+    let longest = starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(len);
+    let problem = job.problem.with_lengths(Lengths::packed(starts.len() - 1, len, len, longest, longest));
+    // Tiles of packed sequences begin elsewhere in each.
+    let same_bits = job.same_bits && job.scheme != Scheme::Gather;
+    Job { problem, same_bits, starts: Some(starts), ..job }
+}
+
+/// Two sequences of queries on caches of `keys` rows on each rank: in pages, or in a row.
+fn cached(problem: Problem, (queries, keys): (usize, usize), page: Option<usize>, world: usize) -> Job {
+    let side = match page {
+        Some(page) => Side::paged(page, 2 * keys.div_ceil(page) + 1, keys),
+        None => Side::padded(keys).with_used(),
+    };
+    let mask = if queries == 1 { Mask::CAUSAL } else { Mask::FULL };
+    let problem = problem.with_lengths(Lengths::of(2, Side::padded(queries), side)).with_mask(mask);
+    // The last rank has nothing of the second sequence.
+    let used =
+        |rank: usize| vec![(keys - rank) as i32, if rank + 1 == world { 0 } else { (keys / 3) as i32 }];
+    Job { used: (0..world).map(used).collect(), ..job(problem, Scheme::Decode, Kind::Check) }
+}
+
+/// Problems that are more than a mask of one sequence, over all schemes that compute them.
+fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
+    const ALL: [Scheme; 3] = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring];
+    let (causal, mut jobs) = (of(Mask::CAUSAL), Vec::new());
+    let check = |problem, scheme| job(problem, scheme, Kind::Check);
+    for scheme in ALL {
+        jobs.push(packed(check(causal, scheme)));
+        let sinks = check(scored(causal, |score| score.with_sinks(true)), scheme);
+        jobs.push(packed(sinks.clone()));
+        jobs.push(Job { dlse: true, ..sinks });
+    }
+    jobs.push(packed(check(of(Mask::FULL), Scheme::Ring)));
+    for scheme in [Scheme::Gather, Scheme::Ulysses] {
+        jobs.push(check(scored(causal, |score| score.with_alibi(Some(Alibi::PerHead))), scheme));
+        jobs.push(check(with_program(of(Mask::FULL), MASKED), scheme));
+        jobs.push(Job { dlse: true, ..check(with_program(causal, CHANGED), scheme) });
+        let dropped =
+            |score: ScoreMod| Dropout::new(0.2, 7, 11).and_then(|own| own.of(score)).unwrap_or(score);
+        jobs.push(check(scored(causal, dropped), scheme));
+    }
+    for (queries, page) in [(1, Some(16)), (1, None), (3, Some(16)), (3, None)] {
+        let sinks = scored(causal, |score| score.with_sinks(queries == 3));
+        jobs.push(cached(sinks, (queries, keys), page, world));
+    }
+    jobs
 }
 
 /// What `fa dist check` compares.
@@ -151,6 +270,7 @@ pub(super) fn checks(world: usize, quick: bool, repeat: usize) -> Vec<Job> {
     jobs.push(of(8192, (8 * world, 2 * world), Mask::causal_window(1000), Scheme::Gather));
     jobs.push(of(5003, (8 * world, 2 * world), Mask::CAUSAL, Scheme::Ulysses));
     jobs.push(job(problem((1, 65_536), (32, 8), Mask::CAUSAL), Scheme::Decode, Kind::Check));
+    jobs.extend(forms(|mask| problem((4096, 4096), (8 * world, 2 * world), mask), 4000, world));
     jobs.into_iter().map(|job| Job { repeat, ..job }).collect()
 }
 
@@ -176,6 +296,9 @@ pub(super) fn checks_in_memory(world: usize, quick: bool, repeat: usize) -> Vec<
         }
     }
     jobs.push(of((1, 1000), Mask::CAUSAL, Scheme::Decode));
+    let small = |mask| Problem::square(1, len, 2 * world, 32, mask, Dtype::F32).with_heads_kv(world);
+    let forms = if quick { Vec::new() } else { forms(small, 70, world) };
+    jobs.extend(forms.into_iter().map(|job| Job { repeat, ..job }));
     jobs
 }
 
@@ -191,6 +314,13 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
         }
     }
     jobs.push(job(causal(32_768, (32, 8)), Scheme::Ring, Kind::Bench { iterations: 10 }));
+    for scheme in [Scheme::Gather, Scheme::Ring] {
+        jobs.push(packed(job(causal(65_536, (32, 8)), scheme, Kind::Bench { iterations: 3 })));
+    }
+    let masked = with_program(causal(32_768, (32, 8)), DOCUMENTS);
+    for scheme in [Scheme::Gather, Scheme::Ulysses] {
+        jobs.push(job(masked, scheme, Kind::Bench { iterations: 3 }));
+    }
     if !quick {
         for len in [32_768, 65_536, 131_072] {
             jobs.push(job(causal(len, (64, 8)), Scheme::Gather, Kind::Bench { iterations: 3 }));
@@ -212,6 +342,9 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
 pub(super) fn mark(job: &Job, world: usize) -> Option<f64> {
     let Problem { lengths, heads_q, heads_kv, .. } = job.problem;
     let is_grouped = heads_q >= 4 * heads_kv;
+    if !job.words().is_empty() {
+        return None;
+    }
     let (_, mark) = [
         ((1, 1 << 20, true), 95.0),
         ((1, 131_072, true), 75.0),

@@ -4,84 +4,30 @@ use std::time::{Duration, Instant};
 
 use fa_core::{Lengths, Pass, Problem, TensorLayout};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{Extras, TensorMut, TensorRef, check};
+use fa_cpu::{CpuError, TensorMut, TensorRef};
 use fa_dist::program::Op;
-use fa_dist::{
-    Error, Fault, FaultKind, HostAttention, HostTransport, MemoryOptions, MemoryTransport, Order, Scheme,
-    ShardPlan, Shards,
-};
+use fa_dist::{Error, Fault, FaultKind, HostAttention, HostTransport, MemoryOptions, MemoryTransport, Order};
 
-use super::args::RunArgs;
+use super::args::{CheckArgs, RunArgs};
 use super::found::{Found, repeated};
 use super::jobs::{Answer, Job, TILE, checks_in_memory};
-use super::parent::{judge, line, shape};
-use super::rank::values;
+use super::parent::{judge, line, named, shape};
+use super::tensors::Tensors;
 use crate::term::failure::Verdict;
 
-/// Q, K, V and dO, or a rank's rows of them, with their shapes `[batch, rows, heads, dim]`.
-struct Tensors {
-    values: [Vec<f32>; 4],
-    shapes: [[usize; 4]; 4],
+fn views(tensors: &Tensors<f32>) -> Result<[TensorRef<'_, f32>; 4], Error> {
+    let Tensors { values, shapes, .. } = tensors;
+    let view = |i: usize| TensorRef::packed("input", &values[i], shapes[i], TensorLayout::Bshd);
+    Ok([view(0)?, view(1)?, view(2)?, view(3)?])
 }
 
-impl Tensors {
-    fn of(problem: &Problem) -> Tensors {
-        let shapes = [
-            check::q_shape(problem),
-            check::k_shape(problem),
-            check::v_shape(problem),
-            check::out_shape(problem),
-        ];
-        let mut seed = 0;
-        let values = shapes.map(|shape| {
-            seed += 1;
-            values(shape.iter().product(), seed)
-        });
-        Tensors { values, shapes }
-    }
-
-    fn views(&self) -> Result<[TensorRef<'_, f32>; 4], Error> {
-        let view = |i: usize| TensorRef::packed("input", &self.values[i], self.shapes[i], TensorLayout::Bshd);
-        Ok([view(0)?, view(1)?, view(2)?, view(3)?])
-    }
-
-    /// Zeros for O, LSE and, where there is a backward, dQ, dK and dV.
-    fn room(&self, backward: bool) -> Found<f32> {
-        let [batch, rows, heads, _] = self.shapes[3];
-        let zeros = |i: usize| vec![0.0; self.values[i].len()];
-        let gradients = if backward { vec![zeros(0), zeros(1), zeros(2)] } else { Vec::new() };
-        Found { out: zeros(3), lse: vec![0.0; batch * heads * rows], gradients }
-    }
-}
-
-/// Whose rows of queries and of keys a rank has: of a decode all have all queries.
-fn shards(plan: &ShardPlan, rank: usize) -> [(&Shards, usize); 4] {
-    let queries = if plan.scheme() == Scheme::Decode { 0 } else { rank };
-    [(plan.queries(), queries), (plan.keys(), rank), (plan.keys(), rank), (plan.queries(), queries)]
-}
-
-fn local(whole: &Tensors, plan: &ShardPlan, rank: usize) -> Tensors {
-    let mut shapes = whole.shapes;
-    let own = shards(plan, rank);
-    let values = [0, 1, 2, 3].map(|i| {
-        let ((shards, rank), [_, _, heads, dim]) = (own[i], whole.shapes[i]);
-        shapes[i][1] = shards.rows(rank);
-        shards.scatter(rank, &whole.values[i], heads * dim)
-    });
-    Tensors { values, shapes }
-}
-
-/// The rows of a rank of what one process computed.
-fn rows(one: &Found<f32>, whole: &Tensors, plan: &ShardPlan, rank: usize) -> Found<f32> {
-    let own = shards(plan, rank);
-    let of = |i: usize, values: &[f32]| {
-        let ((shards, rank), [_, _, heads, dim]) = (own[i], whole.shapes[i]);
-        shards.scatter(rank, values, heads * dim)
-    };
-    let (queries, rank) = own[3];
-    let lse = one.lse.chunks(whole.shapes[3][1]).flat_map(|head| queries.scatter(rank, head, 1)).collect();
-    let gradients = one.gradients.iter().enumerate().map(|(i, values)| of(i, values)).collect();
-    Found { out: of(3, &one.out), lse, gradients }
+/// Zeros for O, LSE and, where there is a backward, the gradients.
+fn room(tensors: &Tensors<f32>, backward: bool) -> Found<f32> {
+    let [batch, rows, heads, _] = tensors.shapes[3];
+    let zeros = |i: usize| vec![0.0; tensors.values[i].len()];
+    let gradients = if backward { vec![zeros(0), zeros(1), zeros(2)] } else { Vec::new() };
+    let sinks = if backward && tensors.problem.score.sinks { heads } else { 0 };
+    Found { out: zeros(3), lse: vec![0.0; batch * heads * rows], gradients, dsinks: vec![0.0; sinks] }
 }
 
 fn view_mut(values: &mut [f32], shape: [usize; 4]) -> Result<TensorMut<'_, f32>, Error> {
@@ -89,18 +35,22 @@ fn view_mut(values: &mut [f32], shape: [usize; 4]) -> Result<TensorMut<'_, f32>,
 }
 
 /// A forward and, where the job has one, a backward of one process.
-fn alone(job: &Job, whole: &Tensors) -> Result<Found<f32>, Error> {
-    let (problem, none, options) = (&job.problem, &Extras::NONE, Default::default());
-    let [q, k, v, dout] = whole.views()?;
-    let mut to = whole.room(job.backward);
+fn alone(job: &Job, whole: &Tensors<f32>) -> Result<Found<f32>, Error> {
+    let (problem, options) = (&whole.problem, Default::default());
+    let program = whole.inputs().map_err(CpuError::from)?;
+    let given = |backward: bool| whole.arguments(program.as_ref(), backward);
+    let [q, k, v, dout] = views(whole)?;
+    let mut to = room(whole, job.backward);
     let mut out = view_mut(&mut to.out, whole.shapes[3])?;
-    tiled::forward_extras(options, problem, none, &q, &k, &v, &mut out, Some(&mut to.lse))?;
+    tiled::forward_extras(options, problem, given(false), &q, &k, &v, &mut out, Some(&mut to.lse))?;
     if let [dq, dk, dv] = to.gradients.as_mut_slice() {
         let out = TensorRef::packed("out", &to.out, whole.shapes[3], TensorLayout::Bshd)?;
-        let given = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
+        let inputs = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
         let (mut dq, mut dk) = (view_mut(dq, whole.shapes[0])?, view_mut(dk, whole.shapes[1])?);
         let mut dv = view_mut(dv, whole.shapes[2])?;
-        tiled::backward_extras(options, problem, none, &given, &mut dq, &mut dk, &mut dv, None)?;
+        let dsinks = Some(to.dsinks.as_mut_slice()).filter(|dsinks| !dsinks.is_empty());
+        let given = given(true);
+        tiled::backward_extras(options, problem, given, &inputs, &mut dq, &mut dk, &mut dv, dsinks)?;
     }
     Ok(to)
 }
@@ -108,25 +58,29 @@ fn alone(job: &Job, whole: &Tensors) -> Result<Found<f32>, Error> {
 /// The same of a rank.
 fn passes(
     own: &mut HostAttention<MemoryTransport>,
-    tensors: &Tensors,
+    tensors: &Tensors<f32>,
     backward: bool,
 ) -> Result<Found<f32>, Error> {
-    let [q, k, v, dout] = tensors.views()?;
-    let mut to = tensors.room(backward);
-    own.forward([q, k, v], &mut view_mut(&mut to.out, tensors.shapes[3])?, &mut to.lse, &Extras::NONE)?;
+    let program = tensors.inputs().map_err(CpuError::from)?;
+    let given = |backward: bool| tensors.arguments(program.as_ref(), backward);
+    let [q, k, v, dout] = views(tensors)?;
+    let mut to = room(tensors, backward);
+    own.forward([q, k, v], &mut view_mut(&mut to.out, tensors.shapes[3])?, &mut to.lse, given(false))?;
     if let [dq, dk, dv] = to.gradients.as_mut_slice() {
         let out = TensorRef::packed("out", &to.out, tensors.shapes[3], TensorLayout::Bshd)?;
-        let given = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
+        let inputs = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
         let (mut dq, mut dk) = (view_mut(dq, tensors.shapes[0])?, view_mut(dk, tensors.shapes[1])?);
-        own.backward(&given, [&mut dq, &mut dk, &mut view_mut(dv, tensors.shapes[2])?], None, &Extras::NONE)?;
+        let mut dv = view_mut(dv, tensors.shapes[2])?;
+        let dsinks = Some(to.dsinks.as_mut_slice()).filter(|dsinks| !dsinks.is_empty());
+        own.backward(&inputs, [&mut dq, &mut dk, &mut dv], dsinks, given(true))?;
     }
     Ok(to)
 }
 
 /// What each rank answers to a job: run after run with other delays and another order of its two queues.
 fn answers(number: usize, job: &Job, world: usize, deadline: Duration) -> Result<Vec<Answer>, Error> {
-    let plan = ShardPlan::new(&job.problem, world, job.scheme, job.layout)?.with_tiles(TILE, TILE);
-    let whole = Tensors::of(&job.problem);
+    let plan = job.plan(&job.problem, world)?.with_tiles(TILE, TILE);
+    let whole = Tensors::whole(job);
     let one = alone(job, &whole)?;
     let options = MemoryOptions { deadline, delays: Some(1), ..MemoryOptions::default() };
     Ok(MemoryTransport::run(world, &options, |transport| {
@@ -134,13 +88,13 @@ fn answers(number: usize, job: &Job, world: usize, deadline: Duration) -> Result
         let mut answer = Answer::of(number, rank);
         let run = || -> Result<(), Error> {
             let mut own = Some(HostAttention::new(&plan, transport)?);
-            let mine = local(&whole, &plan, rank);
+            let mine = whole.of_rank(job, &plan, rank);
             let found = repeated(job.repeat, &mut answer, |seed| {
                 let Some(given) = own.take() else { unreachable!("given back below") };
                 let order = if seed == 1 { Order::Listed } else { Order::Seeded(seed as u64) };
                 passes(own.insert(given.with_order(order)), &mine, job.backward)
             })?;
-            found.judge(&rows(&one, &whole, &plan, rank), &mut answer);
+            found.judge(&whole.rows_of(&one, &plan, rank), &mut answer);
             Ok(())
         };
         run().err().map_or(answer, |error| Answer::failed(number, rank, &error))
@@ -151,11 +105,12 @@ fn answers(number: usize, job: &Job, world: usize, deadline: Duration) -> Result
 ///
 /// # Errors
 /// What the CPU's code refuses.
-pub(super) fn check_on_cpu(args: &RunArgs, repeat: usize) -> anyhow::Result<Verdict> {
+pub(super) fn check_on_cpu(given: &CheckArgs) -> anyhow::Result<Verdict> {
+    let (args, repeat) = (&given.run, given.repeat);
     let (world, deadline) = (args.ranks, Duration::from_secs(args.deadline));
-    let mut jobs = checks_in_memory(world, args.quick, repeat);
+    let mut jobs = named(checks_in_memory(world, args.quick, repeat), given.only.as_deref())?;
     let mut good = true;
-    let refused = |job: &Job| ShardPlan::new(&job.problem, world, job.scheme, job.layout).err();
+    let refused = |job: &Job| job.plan(&job.problem, world).err();
     for (job, why) in jobs.iter().filter_map(|job| Some((job, refused(job)?))) {
         if !args.json {
             line(&format!("skip {:<28} {:<8} {why}", shape(job), job.scheme.name()))?;
@@ -169,8 +124,9 @@ pub(super) fn check_on_cpu(args: &RunArgs, repeat: usize) -> anyhow::Result<Verd
         }
         good &= judge(job, &found, args.json)?;
     }
-    if world > 1 {
-        for job in jobs.iter().filter(|job| job.problem.mask != fa_core::Mask::FULL) {
+    if world > 1 && given.only.is_none() {
+        let plain = |job: &&Job| job.problem.mask != fa_core::Mask::FULL && job.words().is_empty();
+        for job in jobs.iter().filter(plain) {
             good &= ends(job, args)?;
         }
         good &= disagreeing(&jobs[0], args)?;
@@ -181,14 +137,14 @@ pub(super) fn check_on_cpu(args: &RunArgs, repeat: usize) -> anyhow::Result<Verd
 /// Whether all others say so, and in time, when the last rank ends at each of its exchanges.
 fn ends(job: &Job, args: &RunArgs) -> anyhow::Result<bool> {
     let (world, last) = (args.ranks, args.ranks - 1);
-    let plan = ShardPlan::new(&job.problem, world, job.scheme, job.layout)?;
+    let plan = job.plan(&job.problem, world)?;
     let exchanges = |pass| -> Result<usize, Error> {
         let steps = plan.program(last, pass)?.steps;
         Ok(steps.iter().filter(|step| matches!(step.op, Op::Exchange { .. })).count())
     };
     let backward = if job.backward { exchanges(Pass::BACKWARD)? } else { 0 };
     let stages = exchanges(Pass::Forward)? + backward;
-    let whole = Tensors::of(&job.problem);
+    let whole = Tensors::whole(job);
     let begun = Instant::now();
     let mut silent = Vec::new();
     for exchange in 0..stages {
@@ -197,7 +153,7 @@ fn ends(job: &Job, args: &RunArgs) -> anyhow::Result<bool> {
         let options = MemoryOptions { deadline, faults: vec![fault], ..MemoryOptions::default() };
         let said = MemoryTransport::run(world, &options, |transport| {
             let mut own = HostAttention::new(&plan, transport)?;
-            let mine = local(&whole, &plan, own.rank());
+            let mine = whole.of_rank(job, &plan, own.rank());
             passes(&mut own, &mine, job.backward)?;
             // Who needs nothing more of it learns of it here.
             own.transport().agree("the end")
@@ -223,7 +179,7 @@ fn ends(job: &Job, args: &RunArgs) -> anyhow::Result<bool> {
 fn disagreeing(job: &Job, args: &RunArgs) -> anyhow::Result<bool> {
     let (world, lengths) = (args.ranks, job.problem.lengths);
     let shorter = Lengths::uniform(1, lengths.max_q() - 1, lengths.max_k() - 1);
-    let plan = |problem: &Problem| ShardPlan::new(problem, world, job.scheme, job.layout);
+    let plan = |problem: &Problem| job.plan(problem, world);
     let (ours, theirs) = (plan(&job.problem)?, plan(&job.problem.with_lengths(shorter))?);
     let said = MemoryTransport::run(world, &MemoryOptions::default(), |transport| {
         let plan = if transport.rank() == world - 1 { &theirs } else { &ours };

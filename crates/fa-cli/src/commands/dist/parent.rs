@@ -1,5 +1,6 @@
 //! The parent of ranks: starts a process for each GPU, reads their answers, and ends those that hang.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -11,6 +12,7 @@ use fa_core::Dtype;
 use fa_kernels::cudarc::driver::CudaContext;
 
 use super::args::{CheckArgs, RunArgs, TransportName};
+use super::found::worst;
 use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, mark, odd};
 
 use crate::term::failure::{InputError, Verdict};
@@ -122,9 +124,26 @@ fn answers(
 
 pub(super) fn shape(job: &Job) -> String {
     let problem = &job.problem;
-    let (q, k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let (q, k) = match &job.starts {
+        Some(_) => (problem.lengths.total_q(), problem.lengths.total_k()),
+        None => (problem.lengths.max_q(), problem.lengths.max_k()),
+    };
     let len = if q == k { q.to_string() } else { format!("{q}x{k}") };
-    format!("{len} {}:{} {}", problem.heads_q, problem.heads_kv, problem.mask)
+    format!("{len} {}:{} {}{}", problem.heads_q, problem.heads_kv, problem.mask, job.words())
+}
+
+/// The jobs whose line has the text that is asked for.
+pub(super) fn named(jobs: Vec<Job>, only: Option<&str>) -> anyhow::Result<Vec<Job>> {
+    let Some(text) = only else { return Ok(jobs) };
+    let lines = |job: &Job| format!("{} {}", shape(job), job.scheme.name());
+    let words: BTreeSet<String> =
+        jobs.iter().flat_map(|job| lines(job).split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
+    let named: Vec<Job> = jobs.into_iter().filter(|job| lines(job).contains(text)).collect();
+    if named.is_empty() {
+        let words = words.into_iter().collect::<Vec<_>>().join(", ");
+        return Err(InputError::Usage(format!("--only {text}: no shape has it, use one of {words}")).into());
+    }
+    Ok(named)
 }
 
 /// A share in percent, or a dash.
@@ -157,7 +176,7 @@ fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
 pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
     find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
-    let jobs = checks(args.ranks, args.quick, repeat);
+    let jobs = named(checks(args.ranks, args.quick, repeat), given.only.as_deref())?;
     let mut good = true;
     let whole = answers(&jobs, args, |number, found| {
         good &= judge(&jobs[number], found, args.json)?;
@@ -166,19 +185,31 @@ pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     if !whole {
         return Ok(Verdict::Bad);
     }
-    let faults = args.ranks < 2 || (killed(args)? & disagreeing(args)?);
+    let faults = args.ranks < 2 || given.only.is_some() || (killed(args)? & disagreeing(args)?);
     Ok(if good && faults { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The largest difference of the sum of the ranks' gradients of the sinks, over the largest value.
+fn sinks_error(found: &[Answer]) -> Option<f64> {
+    let [_, want] = &found.first().filter(|answer| !answer.dsinks[1].is_empty())?.dsinks;
+    let mut sum = vec![0.0f32; want.len()];
+    for answer in found {
+        sum.iter_mut().zip(&answer.dsinks[0]).for_each(|(sum, own)| *sum += own);
+    }
+    Some(worst(&sum, want))
 }
 
 /// Whether all ranks are right; prints a line of them, in JSON where `json` says so.
 pub(super) fn judge(job: &Job, found: &[Answer], json: bool) -> anyhow::Result<bool> {
     let same = found.iter().all(|answer| answer.same_bits == Some(true));
     let differs = found.iter().find_map(|answer| Some((answer.rank, answer.differs.as_ref()?)));
-    let worst =
+    let largest =
         |i: usize| found.iter().filter_map(|answer| answer.errors.get(i)).copied().fold(0.0, f64::max);
     let is_near = |answer: &Answer| {
         !answer.errors.is_empty() && answer.errors.iter().all(|error| *error <= near(job.problem.types.q))
     };
+    let dsinks = sinks_error(found);
+    let is_near = |answer: &Answer| is_near(answer) && dsinks.is_none_or(|error| error <= 0.02);
     let passed = found.iter().all(is_near) && differs.is_none() && (same || !job.same_bits);
     if json {
         return Ok(passed);
@@ -188,15 +219,16 @@ pub(super) fn judge(job: &Job, found: &[Answer], json: bool) -> anyhow::Result<b
         runs = format!("rank {rank} differs in {what}");
     }
     line(&format!(
-        "{} {:<28} {:<8} bits of one: {:<5} {runs}, O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}",
+        "{} {:<28} {:<8} bits of one: {:<5} {runs}, O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}{}",
         if passed { "pass" } else { "FAIL" },
         shape(job),
         job.scheme.name(),
         same,
-        worst(0),
-        worst(1),
-        worst(2),
-        worst(3),
+        largest(0),
+        largest(1),
+        largest(2),
+        largest(3),
+        dsinks.map_or_else(String::new, |error| format!(" dsinks {error:.1e}")),
     ))?;
     for (variant, text) in found.iter().filter_map(|answer| answer.error.as_ref()) {
         line(&format!("     {variant}: {text}"))?;

@@ -5,15 +5,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_attn::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Placement, shapes};
-use fa_core::{Lengths, Pass, Problem, TensorLayout};
-use fa_cpu::{Element, TensorRef};
+use fa_attn::device::{
+    BindOptions, Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Placement,
+};
+use fa_core::{Lengths, Pass, TensorLayout};
+use fa_cpu::{CpuError, TensorRef};
 use fa_dist::cost::{Link, Machine, Times, predict, staged};
-use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, Scheme, ShardPlan, Shards, one_gpu};
+use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, one_gpu};
+use fa_kernels::cudarc::driver::CudaStream;
 use half::bf16;
 
 use super::found::{Found, repeated};
 use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind, Stage};
+use super::tensors::{Tensors, one};
 use crate::term::failure::Verdict;
 
 /// Does the jobs on standard input.
@@ -65,65 +69,49 @@ fn reached(is_here: bool, answer: &Answer) {
     }
 }
 
-/// Values in [-1, 1): a block of random ones again and again, since gigabytes are filled.
-pub(super) fn values<T: Element>(len: usize, seed: u64) -> Vec<T> {
-    let block: Vec<T> = (0..len.min(1_000_003))
-        .map(|i| {
-            let mixed =
-                (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed.wrapping_mul(0xff51_afd7_ed55_8ccd));
-            T::from_f32(((mixed >> 40) as f32 / (1u64 << 23) as f32) - 1.0)
-        })
-        .collect();
-    let mut all = Vec::with_capacity(len);
-    while all.len() < len {
-        let more = (len - all.len()).min(block.len());
-        all.extend_from_slice(&block[..more]);
-    }
-    all
-}
-
 /// Q, K, V and dO of the whole problem, or a rank's rows of them.
-struct Tensors {
+struct OnGpu {
     forward: DeviceForward<bf16>,
     backward: Option<DeviceBackward<bf16>>,
 }
 
-fn tensors(
+/// Copies to the GPU; `bound`: the kernels of one GPU, whose workspaces they need. With room for gradients
+/// where there is a backward.
+fn upload(
     gpu: &Gpu,
-    problem: &Problem,
-    host: &[Vec<bf16>; 4],
-    bound: Option<&Bound>,
-    backward: Option<&Bound>,
+    host: &Tensors<bf16>,
+    bound: Option<(&Bound, Option<&Bound>)>,
     gradients: bool,
-) -> Result<Tensors, Error> {
-    let stream = &gpu.stream;
-    let of = shapes(problem);
-    let view = |i: usize| TensorRef::packed("input", &host[i], of[i], TensorLayout::Bshd);
+) -> Result<OnGpu, Error> {
+    let (stream, of) = (&gpu.stream, host.shapes);
+    let view = |i: usize| TensorRef::packed("input", &host.values[i], of[i], TensorLayout::Bshd);
     let (q, k, v, dout) = (view(0)?, view(1)?, view(2)?, view(3)?);
-    let workspace = bound.map_or(0, Bound::workspace_bytes);
+    let workspace = bound.map_or(0, |(forward, _)| forward.workspace_bytes());
     let placement = Placement::packed(of[3], TensorLayout::Bshd);
-    let forward = DeviceForward::upload(stream, problem, workspace, [&q, &k, &v], placement)?;
-    let backward = match (gradients, backward) {
+    let mut forward = DeviceForward::upload(stream, &host.problem, workspace, [&q, &k, &v], placement)?;
+    let program = host.inputs().map_err(CpuError::from)?;
+    forward.extras = DeviceExtras::upload(stream, host.arguments(program.as_ref(), true))?;
+    let backward = match (gradients, bound) {
         (false, _) => None,
-        (true, Some(Bound::Backward(bound))) => {
+        (true, Some((_, Some(Bound::Backward(bound))))) => {
             Some(DeviceBackward::new(stream, bound, &forward, DeviceTensor::upload(stream, &dout)?)?)
         }
         (true, _) => {
             let nan = |i: usize| DeviceTensor::nan(stream, Placement::packed(of[i], TensorLayout::Bshd));
+            let allocating = |source| fa_kernels::Error::Driver { doing: "allocating device memory", source };
+            let heads = host.problem.heads_q;
+            let dsinks = host.problem.score.sinks.then(|| stream.alloc_zeros(heads).map_err(allocating));
             Some(DeviceBackward {
                 dout: DeviceTensor::upload(stream, &dout)?,
                 dq: nan(0)?,
                 dk: nan(1)?,
                 dv: nan(2)?,
-                dsinks: None,
-                workspace: stream.alloc_zeros(16).map_err(|source| fa_kernels::Error::Driver {
-                    doing: "allocating device memory",
-                    source,
-                })?,
+                dsinks: dsinks.transpose()?,
+                workspace: stream.alloc_zeros(16).map_err(allocating)?,
             })
         }
     };
-    Ok(Tensors { forward, backward })
+    Ok(OnGpu { forward, backward })
 }
 
 fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answer), Error> {
@@ -140,7 +128,7 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
         Kind::Check => pass,
         Kind::Bench { .. } | Kind::Ends(_) => job.backward.then_some(Pass::BACKWARD),
     };
-    let mut plan = ShardPlan::new(&problem, world, job.scheme, job.layout)?;
+    let mut plan = job.plan(&problem, world)?;
     let is_measured = matches!(job.kind, Kind::Bench { .. });
     let passes: Vec<Pass> = [Some(Pass::Forward), pass].into_iter().flatten().collect();
     let machine = Machine { arch: gpu.arch(), link: Link::NVLINK };
@@ -150,7 +138,11 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
         // Checks transfer heads in as many parts as there can be.
         plan = staged;
     }
-    let bound = one_gpu(&gpu, &plan, Pass::Forward)?;
+    // One GPU has the keys of all caches.
+    let bound = match job.used.is_empty() {
+        true => one_gpu(&gpu, &plan, Pass::Forward)?,
+        false => gpu.bind(&one(job), Pass::Forward, &BindOptions::default())?,
+    };
     let bound_backward = pass.map(|pass| one_gpu(&gpu, &plan, pass)).transpose()?;
     let (rows, keys) = bound.spec().tile();
     let plan = plan.with_tiles(rows as usize, keys as usize);
@@ -160,50 +152,20 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
         answer.model.push(predict(&plan, &mut Times::new(machine, *pass))?.share(world));
     }
 
-    let of = shapes(&problem);
-    let mut seed = 0;
-    let whole: [Vec<bf16>; 4] = of.map(|shape| {
-        seed += 1;
-        values(shape.iter().product(), seed)
-    });
-    let queries = if job.scheme == Scheme::Decode { 0 } else { own };
-    let shards: [(&Shards, usize); 4] =
-        [(plan.queries(), queries), (plan.keys(), own), (plan.keys(), own), (plan.queries(), queries)];
-    let local = [0, 1, 2, 3].map(|i| {
-        let (shards, rank) = shards[i];
-        shards.scatter(rank, &whole[i], of[i][2] * of[i][3])
-    });
-    let lengths = Lengths::uniform(1, plan.queries().rows(queries), plan.keys().rows(own));
-    let shard = problem.with_lengths(lengths);
-    let mut mine = tensors(&gpu, &shard, &local, None, None, job.backward)?;
+    let whole = Tensors::whole(job);
+    let mut mine = upload(&gpu, &whole.of_rank(job, &plan, own), None, job.backward)?;
+    let alone = || upload(&gpu, &whole, Some((&bound, bound_backward.as_ref())), job.backward);
     let stream = gpu.stream.clone();
     match job.kind {
         Kind::Check => {
-            let mut alone =
-                tensors(&gpu, &problem, &whole, Some(&bound), bound_backward.as_ref(), job.backward)?;
+            let mut alone = alone()?;
             run_alone(&mut alone, &bound, bound_backward.as_ref(), &gpu)?;
             let found = repeated(job.repeat, &mut answer, |_| run(&mut attention, &mut mine, &stream))?;
-            let want = alone.forward.read(&stream)?;
-            let heads = problem.heads_q;
-            let len = problem.lengths.max_q();
-            let rows = |i: usize, values: &[bf16]| {
-                let (shards, rank) = shards[i];
-                shards.scatter(rank, values, of[i][2] * of[i][3])
-            };
-            let lse = (0..heads)
-                .flat_map(|head| plan.queries().scatter(queries, &want.lse[head * len..][..len], 1))
-                .collect();
-            let mut one = Found { out: rows(3, &want.out), lse, gradients: Vec::new() };
-            if let Some(backward) = &alone.backward {
-                let want = backward.read(&stream)?;
-                one.gradients.extend((0..3).map(|i| rows(i, &want.values[i])));
-            }
-            found.judge(&one, &mut answer);
+            found.judge(&whole.rows_of(&read(&alone, &stream)?, &plan, own), &mut answer);
         }
         Kind::Bench { iterations } => {
             {
-                let mut alone =
-                    tensors(&gpu, &problem, &whole, Some(&bound), bound_backward.as_ref(), job.backward)?;
+                let mut alone = alone()?;
                 run_alone(&mut alone, &bound, bound_backward.as_ref(), &gpu)?;
                 answer.one_gpu = time_alone(&mut alone, &bound, bound_backward.as_ref(), &gpu, iterations)?;
             }
@@ -268,24 +230,36 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
 /// A forward and a backward into poisoned outputs.
 fn run(
     attention: &mut DeviceAttention,
-    mine: &mut Tensors,
-    stream: &Arc<fa_kernels::cudarc::driver::CudaStream>,
+    mine: &mut OnGpu,
+    stream: &Arc<CudaStream>,
 ) -> Result<Found<bf16>, Error> {
     mine.forward.poison(stream)?;
     attention.forward(&mut mine.forward, stream)?;
     attention.rank().wait(stream)?;
-    let output = mine.forward.read(stream)?;
-    let mut gradients = Vec::new();
     if let Some(backward) = &mut mine.backward {
         backward.poison(stream)?;
         attention.backward(&mine.forward, backward, stream)?;
         attention.rank().wait(stream)?;
-        gradients.extend(backward.read(stream)?.values);
     }
-    Ok(Found { out: output.out, lse: output.lse, gradients })
+    read(mine, stream)
 }
 
-fn run_alone(tensors: &mut Tensors, bound: &Bound, backward: Option<&Bound>, gpu: &Gpu) -> Result<(), Error> {
+/// What is on the GPU.
+fn read(tensors: &OnGpu, stream: &Arc<CudaStream>) -> Result<Found<bf16>, Error> {
+    let output = tensors.forward.read(stream)?;
+    let (mut gradients, mut dsinks) = (Vec::new(), Vec::new());
+    if let Some(backward) = &tensors.backward {
+        gradients.extend(backward.read(stream)?.values);
+        if let Some(own) = &backward.dsinks {
+            let doing = "copying from the GPU";
+            let copied = stream.clone_dtoh(own);
+            dsinks = copied.map_err(|source| fa_kernels::Error::Driver { doing, source })?;
+        }
+    }
+    Ok(Found { out: output.out, lse: output.lse, gradients, dsinks })
+}
+
+fn run_alone(tensors: &mut OnGpu, bound: &Bound, backward: Option<&Bound>, gpu: &Gpu) -> Result<(), Error> {
     if let Bound::Forward(forward) = bound {
         tensors.forward.run(forward, &gpu.stream)?;
     }
@@ -297,7 +271,7 @@ fn run_alone(tensors: &mut Tensors, bound: &Bound, backward: Option<&Bound>, gpu
 
 /// The times of one GPU, by the same clock as those of several.
 fn time_alone(
-    tensors: &mut Tensors,
+    tensors: &mut OnGpu,
     bound: &Bound,
     backward: Option<&Bound>,
     gpu: &Gpu,
