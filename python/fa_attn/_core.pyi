@@ -19,6 +19,8 @@ class DeviceError(RuntimeError):
 
 BESIDE: Tuple[str, ...]
 """Names of the arguments besides Q, K and V in errors, in the order of `Extras`."""
+LATENT_ROWS: List[Tuple[int, Tuple[int, int, int, int]]]
+"""Packed rows of latents by their bytes: columns, codes among them, columns that share a scale, its bytes."""
 
 Division = Tuple[Optional[int], Optional[bool]]
 Programs = Tuple[Sequence[str], Sequence[Tuple[str, Any]], Sequence[Tuple[str, float]]]

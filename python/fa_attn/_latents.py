@@ -62,8 +62,9 @@ class Latents:
 
     def _named_type(self, dtype):
         """The library's type of the name of another's."""
-        importlib.import_module("ml_dtypes" if "bfloat16" in str(dtype) else "numpy")
-        return self.library.np.dtype(str(dtype).rpartition(".")[2])
+        name = getattr(dtype, "__name__", str(dtype)).rpartition(".")[2]
+        importlib.import_module("ml_dtypes" if name == "bfloat16" else "numpy")
+        return self.library.np.dtype(name)
 
     def _number(self, name, descale):
         """A descale of one element, or None."""
@@ -102,6 +103,24 @@ class Latents:
         np, (pages, page, *_) = self.library.np, cache.shape
         table, used = self.library.host(table), self.library.host(used)
         check_pages(table, np.zeros_like(used), used, page, pages, np.arange(table.shape[1]))
+
+    def gathered(self, cache, table, starts, first, total, dtype):
+        """Rows of sequences by their table, end to end: `total` rows, each sequence's from its row `first` on
+        between its `starts`, as numbers of `dtype` (None for the cache's); 0 behind the last."""
+        np, (pages, page, *_) = self._operations, cache.shape
+        table, starts = self._own(table), self._own(starts)
+        rows = np.arange(total, dtype=self._index)
+        of_row = np.searchsorted(starts[1:], rows, side="right").clip(0, table.shape[0] - 1)
+        at = rows - starts[of_row] + (0 if first is None else self._own(first)[of_row])
+        own = table[of_row, (at // page).clip(0, table.shape[1] - 1)].clip(0, pages - 1)
+        places = own.astype(self._index) * page + at % page
+        if hasattr(cache, "unpacked"):
+            made = cache.unpacked(places)[:, None]
+        else:
+            made = self._own(cache)[places // page, places % page]
+            made = made if dtype is None else made.astype(self._named_type(dtype))
+        made = np.where((rows < starts[-1])[:, None, None], made, np.zeros((), made.dtype))
+        return self.library.give(made)
 
     def one_after_another(self, arrays):
         """Arrays joined along their first axis."""

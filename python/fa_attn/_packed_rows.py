@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._core import InputError
+from ._core import LATENT_ROWS, InputError
 
 
 class Form(NamedTuple):
@@ -24,8 +24,8 @@ class Form(NamedTuple):
         return self.codes + 2 * (self.columns - self.codes)
 
 
-# DeepSeek-V3.2's, DeepSeek-V4's, and rows of codes alone.
-_FORMS = {656: Form(576, 512, 128, 4), 584: Form(512, 448, 64, 1), 576: Form(576, 576, 0, 0)}
+# By the bytes of a row, as fa-core has them: DeepSeek-V3.2's, DeepSeek-V4's, and rows of codes alone.
+_FORMS = {size: Form(*form) for size, form in LATENT_ROWS}
 _BYTES = ("uint8", "int8", "float8_e4m3fn")
 
 

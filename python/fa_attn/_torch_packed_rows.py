@@ -7,6 +7,7 @@ import torch
 
 from ._checks import check_pages
 from ._core import InputError
+from ._latents import ROOM
 from ._packed_rows import form_of, one_number, refuse_distance
 from ._torch_memory import FLOAT, check_tensor, is_compiling
 
@@ -96,6 +97,26 @@ def places_of(table, cache):
     pages, page, *_ = cache.shape
     first = table.long().clamp(0, max(pages - 1, 0)) * page
     return (first[..., None] + torch.arange(page, device=table.device)).flatten(1)
+
+
+def gathered(cache, table, starts, first, total, dtype):
+    """Rows of sequences by their table, end to end: `total` rows, each sequence's from its row `first` on
+    between its `starts`, as numbers of `dtype` (None for the cache's); 0 behind the last. Rows of codes are
+    unpacked in parts."""
+    pages, page, *_ = cache.shape
+    rows = torch.arange(total, device=table.device)
+    of_row = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=table.shape[0] - 1)
+    at = rows - starts[of_row] + (0 if first is None else first[of_row])
+    own = table[of_row, (at // page).clamp(0, table.shape[1] - 1)].clamp(0, pages - 1)
+    places = own.long() * page + at % page
+    if isinstance(cache, PackedRows):
+        step = max(1, ROOM // (cache.form.columns * FLOAT.itemsize))
+        made = [cache.unpacked(part)[:, None] for part in places.split(step)]
+        made = made[0] if len(made) == 1 else torch.cat(made)
+    else:
+        made = cache[places // page, places % page]
+        made = made if dtype is None else made.to(dtype)
+    return made.masked_fill((rows >= starts[-1])[:, None, None], 0.0)
 
 
 def check_table(table, used, cache):

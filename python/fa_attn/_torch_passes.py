@@ -22,8 +22,39 @@ def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, w
         extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
     )
     out, lse = new_results(q, v, has_gaps, options, out, wants_lse)
-    _core.forward(q, k, v, out, lse, options, extras, stream_of(q), allocate, plans, division, programs)
+    on = (stream_of(q), allocate, plans, division, programs)
+    try:
+        _core.forward(q, k, v, out, lse, options, extras, *on)
+    except _core.UnsupportedError:
+        # Of what kernels of 8 bits do not compute those of 16 do, beside k and v in codes.
+        if options.out_dtype is None or not q.is_cuda:
+            raise
+        wider = in_16_bits(q, options, extras)
+        if wider is None:
+            raise
+        q, options, extras = wider
+        _core.forward(q, k, v, out, lse, options, extras, *on)
     return out, lse
+
+
+def in_16_bits(q, options, extras):
+    """(q, options, extras) with a q of e4m3 codes as bfloat16, which holds the number of each, and its descale
+    in that of k; None where descales of sequences would join those of rows that are packed or in pages."""
+    q = q.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    options = options._replace(out_dtype=None)
+    own = None if extras is None else extras.q_descale
+    if own is None:
+        return q, options, extras
+    of_k = extras.k_descale
+    if of_k is not None:
+        if own.dim() == of_k.dim() == 2 and own.shape[0] != of_k.shape[0]:
+            return None
+        if own.dim() == 2 and of_k.dim() == 3:
+            if extras.page_table is not None:
+                return None
+            own = own[:, None]
+        own = own * of_k
+    return q, options, extras._replace(q_descale=None, k_descale=own.contiguous())
 
 
 def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, programs=None, gradients=None):

@@ -25,7 +25,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
-from ._checks import array, check_out, check_within_cache, count, flag, lengths_of, surely
+from ._checks import (
+    array,
+    capacity_of,
+    check_out,
+    check_within_cache,
+    count,
+    flag,
+    lengths_of,
+    surely,
+    upper_bound,
+)
 from ._codes import holds_codes
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
@@ -34,7 +44,13 @@ from ._merging import merge
 from ._options import call_options, extras_of
 from ._types import A, Array
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "gather_rows",
+    "get_mla_metadata",
+]
 
 
 @dataclass
@@ -83,6 +99,8 @@ def flash_mla_with_kvcache(
     descale_q: Optional[Array] = None,
     descale_k: Optional[Array] = None,
     out: Optional[A] = None,
+    cu_seqlens_q: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None,
 ) -> Tuple[A, A]:
     """(out, lse) of new tokens on their sequences' rows, or on those that `indices` names.
 
@@ -102,12 +120,16 @@ def flash_mla_with_kvcache(
     element; q may then be codes, too, times `descale_q`, and out is bfloat16, beside other arrays than torch's
     in uint8 float32.
 
+    `cu_seqlens_q`: int32 (batch + 1,), where each sequence's tokens begin in a q (total_q, heads_q, head_dim),
+    as in prefill by chunks; `max_seqlen_q`: an upper bound on their numbers. out is then (total_q, heads_q,
+    head_dim_v) and lse (heads_q, total_q). All rows in codes that the sequences see are then copied at once.
+
     `out`: an array of the result's shape and type, to which it is written. Returns out (batch, seqlen_q,
     heads_q, head_dim_v) and lse float32 (batch, heads_q, seqlen_q).
     """
     face = face_of(array("q", q))
-    for name, value, axes in (("q", q, "(batch, seqlen_q"), ("k_cache", k_cache, "(pages, page")):
-        _check_axes(name, value, 4, f"{axes}, heads, head_dim)")
+    batch, longest = _sequences(q, cu_seqlens_q, max_seqlen_q, indices)
+    _check_axes("k_cache", k_cache, 4, "(pages, page, heads, head_dim)")
     is_packed = flag("is_fp8_kvcache", is_fp8_kvcache)
     q = _in_numbers(face, q, is_packed, descale_q, descale_k)
     if num_splits is not None:
@@ -122,9 +144,9 @@ def flash_mla_with_kvcache(
     columns = _columns(q, k_cache if packed is None else packed, "k_cache", head_dim_v)
     numbers = _numbers(softmax_scale, q, causal)
     metadata.check(
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        heads_q=q.shape[2],
+        batch=batch,
+        seqlen_q=longest,
+        heads_q=q.shape[-2],
         page_size=k_cache.shape[1],
         heads_kv=k_cache.shape[2],
         causal=numbers.causal,
@@ -144,9 +166,10 @@ def flash_mla_with_kvcache(
                 raise InputError(f"{name} without indices: it belongs to them, leave it out")
         if block_table is None or cache_seqlens is None:
             raise InputError("block_table and cache_seqlens are missing: give both, or indices")
-        lengths_of("cache_seqlens", cache_seqlens, q.shape[0])
+        lengths_of("cache_seqlens", cache_seqlens, batch)
         table = face.contiguous(array("block_table", block_table))
-        made, lse = _on_pages(face, tokens, cache, columns, numbers, table, cache_seqlens, metadata.plans)
+        sequences = extras_of(cu_seqlens_q=cu_seqlens_q, seqused_k=cache_seqlens, max_seqlen_q=longest)
+        made, lse = _on_pages(face, tokens, cache, columns, numbers, table, sequences, metadata.plans)
     else:
         if numbers.causal:
             raise InputError("causal with indices: they say which rows a token sees, leave it out")
@@ -174,9 +197,10 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Optional[Array] = None,
     topk_length: Optional[Array] = None,
+    indexer_topk: int = 0,
     return_max_logits: bool = True,
     out: Optional[A] = None,
-) -> Tuple[A, Optional[A], A]:
+) -> Tuple[Any, ...]:
     """(out, max_logits, lse) of tokens on the rows that `indices` names: the prefill of sparse attention.
 
     q (seqlen_q, heads_q, head_dim), kv (seqlen_k, 1, head_dim), of which the first `d_v` columns are the
@@ -186,7 +210,8 @@ def flash_mla_sparse_fwd(
     out (seqlen_q, heads_q, d_v) and two float32 (seqlen_q, heads_q): the
     largest scaled score of each row, -inf where it sees none, and lse, both without the sink. The largest
     scores take a pass of their own over the rows, several times as long as the rest: without
-    `return_max_logits` None is returned in their place.
+    `return_max_logits` None is returned in their place. With `indexer_topk` the lse over the first so many of
+    each token's rows follows, of a pass over these.
     """
     face = face_of(array("q", q))
     _check_axes("q", q, 3, "(seqlen_q, heads_q, head_dim)")
@@ -205,7 +230,78 @@ def flash_mla_sparse_fwd(
     if flag("return_max_logits", return_max_logits):
         chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
         largest = face.largest_scores(tokens, rows[:, 0], *chosen, numbers.scale)
-    return _written(face, made[:, 0], out), largest, lse[..., 0]
+    results = _written(face, made[:, 0], out), largest, lse[..., 0]
+    first = count("indexer_topk", indexer_topk, largest=of_tokens.shape[2])
+    if not first:
+        return results
+    named = ("indices", of_tokens[..., :first], topk_length)
+    _, of_first = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
+    return (*results, face.without_blind(of_first)[..., 0])
+
+
+def gather_rows(
+    k_cache: Array,
+    block_table: Array,
+    cu_seqlens_k: Array,
+    total_k: int,
+    dtype: Any = None,
+    *,
+    is_fp8_kvcache: bool = False,
+    descale_k: Optional[Array] = None,
+    seq_starts: Optional[Array] = None,
+) -> Any:
+    """Rows of sequences from their pages, end to end (total_k, heads_kv, head_dim), as prefill multiplies
+    latents out: by chunks, whose parts `merge` joins.
+
+    k_cache, `is_fp8_kvcache` and `descale_k`: as of `flash_mla_with_kvcache`; `block_table`: int32 (batch,
+    pages of a sequence). `cu_seqlens_k`: int32 (batch + 1,), from 0, where the rows of each sequence begin in
+    the result; those behind the last are 0. `seq_starts`: int32 (batch,), the first row of each sequence that
+    is taken, None for 0. `dtype`: that of the rows, needed where the cache is packed. There are no gradients.
+    """
+    face = face_of(array("k_cache", k_cache))
+    _check_axes("k_cache", k_cache, 4, "(pages, page, heads, head_dim)")
+    _check_axes("block_table", block_table, 2, "(batch, pages of a sequence)")
+    batch, total = block_table.shape[0], count("total_k", total_k)
+    if not batch and total:
+        raise InputError(f"total_k is {total}: it must be 0 without sequences")
+    lengths_of("cu_seqlens_k", cu_seqlens_k, batch + 1, "batch + 1")
+    if seq_starts is not None:
+        lengths_of("seq_starts", seq_starts, batch, "a first row for each sequence")
+    (cache,) = _without_gradients(face, k_cache=k_cache)
+    if flag("is_fp8_kvcache", is_fp8_kvcache):
+        if dtype is None:
+            raise InputError("dtype is None: rows of codes become numbers of a type that it names")
+        cache = face.packed_rows("k_cache", cache, dtype, descale_k)
+    elif descale_k is not None:
+        raise InputError("descale_k without is_fp8_kvcache: it belongs to codes, leave it out")
+    elif holds_codes(cache):
+        raise InputError(f"k_cache holds {cache.dtype}: rows of codes need is_fp8_kvcache=True")
+    ends = face.differences(cu_seqlens_k)
+    ends = ends if seq_starts is None else ends + seq_starts
+    host = face.host(ends)
+    if host is not None:
+        room = capacity_of(cache, block_table)
+        check_within_cache("the end of a sequence's rows, by cu_seqlens_k and seq_starts,", host, room)
+        face.check_table(block_table, host, cache)
+    return face.gathered(cache, block_table, cu_seqlens_k, seq_starts, total, dtype)
+
+
+def _sequences(q, starts, longest, indices):
+    """(sequences, an upper bound on the tokens of each) of q, whose tokens are packed where it has `starts`."""
+    if starts is None:
+        _check_axes("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
+        if longest is not None:
+            raise InputError("max_seqlen_q without cu_seqlens_q: it belongs to it, leave it out")
+        return q.shape[0], q.shape[1]
+    _check_axes("q", q, 3, "with cu_seqlens_q (total_q, heads, head_dim)")
+    if indices is not None:
+        raise InputError(
+            "cu_seqlens_q with indices: they name rows for each token, give q as (tokens, 1, heads, head_dim)"
+        )
+    if longest is None:
+        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
+    _check_axes("cu_seqlens_q", starts, 1, "(batch + 1,)")
+    return starts.shape[0] - 1, upper_bound("max_seqlen_q", longest)
 
 
 def _in_numbers(face, q, is_packed, descale_q, descale_k):
@@ -251,17 +347,17 @@ def _without_gradients(face, **arrays):
     return tuple(face.detached(name, value) for name, value in arrays.items())
 
 
-def _on_pages(face, q, cache, columns, numbers, table, used, plans):
+def _on_pages(face, q, cache, columns, numbers, table, sequences, plans):
     """(out, lse) of tokens on their sequences' pages."""
     most = table.shape[1] * cache.shape[1]
     if _is_unpacked_in_parts(cache, q, table.shape[0] * most):
-        host = face.host(used)
+        host = face.host(sequences.seqused_k)
         if host is not None:
             check_within_cache("cache_seqlens", host, most)
             face.check_table(table, host, cache)
-        return _in_parts(face, q, cache, columns, numbers, face.places_of(table, cache), used)
+        return _in_parts(face, q, cache, columns, numbers, face.places_of(table, cache), sequences)
     cache = _unpacked(cache)
-    extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=q.shape[1])
+    extras = sequences._replace(page_table=table)
     return face.attention(q, cache[..., columns:], cache[..., :columns], numbers, extras, plans)
 
 
@@ -277,11 +373,12 @@ def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
     named = indices.reshape(batch * rows, indices.shape[2])
     table, used = face.chosen(named, cache.shape[0] * cache.shape[1], lengths)
     alone = q.reshape(batch * rows, 1, heads, head_dim)
+    sequences = extras_of(seqused_k=used, max_seqlen_q=1)
     if _is_unpacked_in_parts(cache, q, table.shape[0] * table.shape[1]):
-        out, lse = _in_parts(face, alone, cache, columns, numbers, table, used)
+        out, lse = _in_parts(face, alone, cache, columns, numbers, table, sequences)
     else:
         cache, table = face.rows_of_pages(_unpacked(cache), table)
-        extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=1)
+        extras = sequences._replace(page_table=table)
         out, lse = face.attention(alone, cache[..., columns:], cache[..., :columns], numbers, extras)
     return out.reshape(batch, rows, heads, columns), face.swapped(lse.reshape(batch, rows, heads))
 
@@ -297,14 +394,18 @@ def _unpacked(cache):
     return cache.unpacked() if hasattr(cache, "unpacked") else cache
 
 
-def _in_parts(face, q, cache, columns, numbers, places, used):
-    """(out, lse) of sequences whose rows are numbered by `places` (batch, most), some sequences at a time."""
-    most = places.shape[1]
+def _in_parts(face, q, cache, columns, numbers, places, sequences):
+    """(out, lse) of sequences whose rows are numbered by `places` (batch, most), some sequences at a time, all
+    where their tokens are packed: where these begin is not read on the host."""
+    batch, most = places.shape
     step = max(1, ROOM // max(1, most * q.shape[-1] * q.dtype.itemsize))
+    if sequences.cu_seqlens_q is not None:
+        rows = cache.unpacked(places)[:, :, None]
+        return face.attention(q, rows[..., columns:], rows[..., :columns], numbers, sequences)
     parts = []
-    for part in (slice(at, at + step) for at in range(0, max(1, q.shape[0]), step)):
+    for part in (slice(at, at + step) for at in range(0, max(1, batch), step)):
         rows = cache.unpacked(places[part])[:, :, None]
-        extras = extras_of(seqused_k=used[part], max_seqlen_q=q.shape[1])
+        extras = sequences._replace(seqused_k=sequences.seqused_k[part])
         keys = rows[..., columns:], rows[..., :columns]
         parts.append(face.attention(q[part], *keys, numbers, extras))
     return parts[0] if len(parts) == 1 else tuple(map(face.one_after_another, zip(*parts)))

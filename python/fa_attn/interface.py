@@ -37,7 +37,8 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   `quantize_kv` makes both.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
   or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32. On a GPU, of
-  compute capability 9.0, without a soft cap and descales for each row.
+  compute capability 9.0; torch's tensors on any, where what a kernel of 8 bits does not compute (programs,
+  descales for each row, pages of one key) is computed with q in bfloat16, which has all of its numbers.
 - `output_scale`: float32 (1,). The result is then float8_e4m3fn (of numpy's arrays uint8 with its bits): what
   would be in 16 bits, divided by it. Without gradients.
 - `qv` (also `q_v`): q's rows of v's columns. Keys are then v followed by k, as in multi-head latent

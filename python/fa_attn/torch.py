@@ -50,7 +50,7 @@ from ._torch_memory import (
 )
 from ._torch_flops import count_operations
 from ._torch_operators import by_operator
-from ._torch_packed_rows import check_table, numbers_of, packed_rows, places_of
+from ._torch_packed_rows import check_table, gathered, numbers_of, packed_rows, places_of
 from ._torch_dropout import kept
 from ._torch_programs import attention_with, narrow, packed_bits
 from ._torch_passes import (
@@ -79,6 +79,7 @@ __all__ = [
     "detached",
     "differences",
     "expanded",
+    "gathered",
     "has_autograd",
     "host",
     "ints",

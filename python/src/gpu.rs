@@ -21,7 +21,7 @@ use pyo3::types::PyDict;
 
 use crate::call_program::CallProgram;
 use crate::dlpack::View;
-use crate::error::{DeviceError, InputError, raised};
+use crate::error::{DeviceError, InputError, UnsupportedError, raised};
 use crate::given::Given;
 use crate::host::{Appended, Backward, Merged, Written};
 use crate::raw::{extras, floats, on_device, raw};
@@ -126,10 +126,15 @@ struct Workspace {
 /// The most workspaces that are kept: streams come and go.
 const WORKSPACES: usize = 64;
 
-/// Bound kernels, and the number of tuning's winners when the first of them was bound.
+/// A problem, a pass of it, how its work is divided, and whether its kernel is pinned.
+type Key = (ProblemKey, Pass, Division, bool);
+
+/// Bound kernels, why others are not supported, and the number of tuning's winners when the first of them was
+/// bound.
 #[derive(Default)]
 struct Kept {
-    entries: Table<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
+    entries: Table<Key, Arc<Entry>>,
+    refused: Table<Key, String>,
     winners: u64,
 }
 
@@ -202,11 +207,25 @@ impl Device {
                 *bound = Kept { winners, ..Kept::default() };
             } else if let Some(entry) = bound.entries.get(&key) {
                 return Ok(entry.clone());
+            } else if let Some(why) = bound.refused.get(&key) {
+                return Err(UnsupportedError::new_err(why.clone()));
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
         let options = BindOptions::default().with_division(division).with_rounded(true).with_pinned(pinned);
-        let kernel = py.detach(|| self.gpu.bind(problem, pass, &options)).map_err(raised)?;
+        let kernel = match py.detach(|| self.gpu.bind(problem, pass, &options)).map_err(raised) {
+            Ok(kernel) => kernel,
+            Err(error) => {
+                if error.is_instance_of::<UnsupportedError>(py) {
+                    let mut bound = lock(&self.bound);
+                    if bound.refused.len() >= KEPT {
+                        bound.refused.clear();
+                    }
+                    bound.refused.insert(key, error.value(py).to_string());
+                }
+                return Err(error);
+            }
+        };
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let entry = Arc::new(Entry { kernel, number });
         let mut bound = lock(&self.bound);

@@ -65,9 +65,15 @@ mod _core {
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
         use super::given::{argument, arguments};
+        use fa_core::latent_rows::LatentRows;
         use pyo3::types::{PyModuleMethods, PyTuple};
         let beside: Vec<&str> = arguments().map(argument).collect();
         module.add("BESIDE", PyTuple::new(module.py(), beside)?)?;
+        let forms = LatentRows::ALL.map(|form| {
+            let (group, scale_bytes) = form.group();
+            (form.bytes(), (form.columns(), form.codes(), group, scale_bytes))
+        });
+        module.add("LATENT_ROWS", forms.to_vec())?;
         module.add("InputTypeError", super::error::input_type_error(module.py())?)
     }
 

@@ -210,6 +210,46 @@ def test_rows_of_codes(width, room, monkeypatch):
     check(exact_q, numbers, table, lengths, out, lse, False, 512, np.float32, 0.05)
 
 
+@pytest.mark.parametrize("width", [None, 656, 584, 576])
+def test_packed_tokens_and_their_rows(width, monkeypatch):
+    """Prefill by chunks: sequences of different numbers of tokens, and rows multiplied out."""
+    rng = np.random.default_rng(7)
+    columns, pages, page, lengths, counts = 512 if width == 584 else 576, 9, 7, [20, 0, 37], [5, 2, 9]
+    rows = rng.standard_normal((pages, page, columns)) * rng.random((pages, page, 1))
+    cache, exact, descale = (rows.astype(np.float32)[:, :, None], rows, None)
+    fp8 = {}
+    if width is not None:
+        cache, exact, descale = packed(rows, width)
+        fp8 = dict(is_fp8_kvcache=True, descale_k=descale)
+    numbers = exact.astype(np.float32)[:, :, None]
+    table = np.full((3, 6), 2147480000, np.int32)
+    table[0, :3], table[2, :6] = [4, 0, 7], [8, 1, 2, 3, 5, 6]
+    used, starts = np.array(lengths, np.int32), np.array([0, 5, 7, 16], np.int32)
+    q = rng.standard_normal((16, 5, columns)).astype(np.float32)
+    sinks = rng.standard_normal(5).astype(np.float32)
+    named = dict(softmax_scale=0.05, cu_seqlens_q=starts, max_seqlen_q=9)
+    for room in (1 << 14, 1 << 28):
+        monkeypatch.setattr(flash_mla, "ROOM", room)
+        call = (q, cache, table, used, 512)
+        out, lse = flash_mla.flash_mla_with_kvcache(*call, causal=True, **named, **fp8)
+        sunk, same = flash_mla.flash_mla_with_kvcache(*call, causal=True, attn_sink=sinks, **named, **fp8)
+        assert out.shape == (16, 5, 512) and lse.shape == (5, 16) and (same == lse).all()
+        for b, (first, count) in enumerate(zip(starts, counts)):
+            own = slice(first, first + count)
+            check(
+                q[None, own], numbers, table[b : b + 1], used[b : b + 1], out[None, own], lse[None, :, own],
+                True, 512, np.float32, 0.05,
+            )  # fmt: skip
+            share = 1 / (1 + np.exp(sinks[:, None].astype(np.float64) - lse[:, own]))
+            close(sunk[own], out[own] * np.where(np.isposinf(lse[:, own]), 0, share).T[..., None])
+    first, ends = np.array([3, 0, 30], np.int32), np.array([0, 17, 17, 24], np.int32)
+    dtype = np.float32 if width else None
+    made = flash_mla.gather_rows(cache, table, ends, 26, dtype, seq_starts=first, **fp8)
+    want = [rows_of(numbers, table[b], lengths[b], page)[first[b] :] for b in (0, 2)]
+    assert made.shape == (26, 1, columns) and made.dtype == np.float32
+    assert (made[:24, 0] == np.concatenate(want)).all() and (made[24:] == 0).all()
+
+
 def test_all_codes_and_scales_of_packed_rows():
     """NaN stays NaN, powers of two reach from 2^-127 to 2^127."""
     cache = np.zeros((1, 1, 1, 584), np.uint8)
@@ -232,6 +272,10 @@ def test_prefill_on_rows_of_its_choice():
     indices = chosen(rng, 5, 1, 24, np.arange(60))
     lengths = np.array([24, 3, 0, 24, 24], np.int32)
     out, most, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, topk_length=lengths)
+    *same, of_first = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, None, lengths, 8)
+    assert all((one == other).all() for one, other in zip(same, (out, most, lse)))
+    _, _, want = flash_mla.flash_mla_sparse_fwd(q, kv, indices[..., :8], SCALE, 512, None, lengths)
+    assert (of_first == want).all()
     assert out.shape == (5, 8, LATENT) and most.shape == lse.shape == (5, 8)
     for i in range(5):
         rows = seen(indices[i, 0], 70, lengths[i])
@@ -302,6 +346,19 @@ def test_refusals_name_the_arguments():
     fp8 = dict(is_fp8_kvcache=True)
     refused(wrong, "k_cache holds float16", call, q, cache, table, used, LATENT, **fp8)
     bytes_of_rows = np.zeros((4, 16, 1, 600), np.uint8)
+    starts = np.array([0, 1, 2], np.int32)
+    for part, tokens, options in (
+        ("it must be with cu_seqlens_q (total_q", q, dict(cu_seqlens_q=starts)),
+        ("max_seqlen_q is None", q[:, 0], dict(cu_seqlens_q=starts)),
+        ("max_seqlen_q without cu_seqlens_q", q, dict(max_seqlen_q=1)),
+        ("cu_seqlens_q with indices", q[:, 0], dict(cu_seqlens_q=starts, max_seqlen_q=1, indices=table)),
+    ):
+        refused(wrong, part, call, tokens, cache, table, used, LATENT, **options)
+    gather = flash_mla.gather_rows
+    refused(wrong, "k_cache holds uint8: rows of codes", gather, bytes_of_rows, table, starts, 2)
+    refused(wrong, "dtype is None", gather, bytes_of_rows, table, starts, 2, is_fp8_kvcache=True)
+    refused(wrong, "descale_k without is_fp8_kvcache", gather, cache, table, starts, 2, descale_k=used)
+    refused(wrong, "must be from 0 to", gather, cache, table, np.array([0, 999, 999], np.int32), 999)
     refused(wrong, "there are 656, 584, 576", call, q, bytes_of_rows, table, used, LATENT, **fp8)
     rows = np.zeros((4, 16, 1, 656), np.uint8)
     one = np.ones(1, np.float32)

@@ -2,6 +2,7 @@
 numpy, and torch where it is there."""
 
 import importlib.util
+import itertools
 
 import fa_attn
 import numpy as np
@@ -320,6 +321,34 @@ def test_results_in_codes(library):
     if library == "torch":
         with pytest.raises(fa_attn.UnsupportedError, match="output_scale: .* no gradients"):
             fa_attn.flash_attn_func(q.clone().requires_grad_(), k, v, output_scale=scale)
+
+
+@needs_torch
+def test_what_no_kernel_of_8_bits_computes_is_computed_in_16():
+    """On a GPU: q's numbers are those of bfloat16, and its descale joins that of k. Here on the CPU."""
+    import torch
+
+    from fa_attn._options import call_options, extras_of
+    from fa_attn._torch_passes import in_16_bits, run_forward
+
+    codes = lambda *shape, seed: torch.from_numpy(  # noqa: E731
+        np.ascontiguousarray(coded("numpy", normal(*shape, seed=seed), np.ones((2, shape[2]), np.float32))[0])
+    )
+    q, k, v = codes(2, 3, 4, 32, seed=1), codes(2, 20, 2, 32, seed=2), codes(2, 20, 2, 32, seed=3)
+    heads, sequences = torch.tensor([0.5, 1.5]), torch.tensor([[0.5, 1.0], [1.25, 0.75]])
+    rows = torch.rand(2, 20, 2) + 0.5
+    options = call_options(0.3, True, (-1, -1), 0.0, False)._replace(kv_dtype="e4m3", out_dtype="bf16")
+    for of_q, of_k in itertools.product((None, heads, sequences), (None, heads, sequences, rows)):
+        extras = extras_of(q_descale=of_q, k_descale=of_k)
+        want, want_lse = run_forward(q, k, v, options, extras)
+        wide, as_wide, joined = in_16_bits(q, options, extras)
+        assert wide.dtype is torch.bfloat16 and as_wide.out_dtype is None
+        got, lse = run_forward(wide, k, v, as_wide, joined)
+        assert got.dtype is want.dtype is torch.bfloat16
+        assert (got - want).abs().max() < 2e-2 and (lse - want_lse).abs().max() < 1e-3
+    # Descales of sequences do not join those of rows in pages.
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    assert in_16_bits(q, options, extras_of(q_descale=sequences, k_descale=rows, page_table=table)) is None
 
 
 @needs_torch

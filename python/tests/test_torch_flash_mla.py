@@ -114,6 +114,42 @@ def test_tokens_on_rows_of_their_choice():
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, None, **call, out=room[:1])
 
 
+def test_a_prompt_in_chunks():
+    """As vLLM's prefill: of what is cached the heads' keys and values are multiplied out, in parts that are
+    merged; the same tokens on the latents themselves."""
+    q, cache, table, used = step(seqlen_q=2, dtype=torch.float32)
+    # The second sequence has no more than its tokens, in a page of the first.
+    used, table[1, 0], heads = used.clamp(min=2), table[0, 0], q.shape[2]
+    to_k, to_v = torch.randn(heads, 128, 512) * 0.05, torch.randn(heads, 512, 128) * 0.05
+    tokens = torch.cat([torch.randn(6, heads, 128), q.reshape(6, heads, 576)[..., 512:]], -1)
+    absorbed = torch.cat([torch.einsum("thd,hdc->thc", tokens[..., :128], to_k), tokens[..., 128:]], -1)
+    starts = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    packed = dict(softmax_scale=SCALE, causal=True, cu_seqlens_q=starts, max_seqlen_q=2)
+    out, lse = flash_mla.flash_mla_with_kvcache(absorbed, cache, table, used, 512, **packed)
+    out = torch.einsum("thc,hcd->thd", out, to_v)
+    # The last two rows are the tokens' own; those before are cached, the first five apart.
+    cached, parts = used - 2, []
+    for first, rows, causal in (
+        (torch.zeros_like(used), cached.clamp(max=5), False),
+        (cached.clamp(max=5), cached - cached.clamp(max=5), False),
+        (cached, torch.full_like(used, 2), True),
+    ):
+        ends = torch.cat([torch.zeros(1), rows.cumsum(0)]).to(torch.int32)
+        total, longest = int(ends[-1]), max(1, int(rows.max()))
+        latents = flash_mla.gather_rows(cache, table, ends, total, seq_starts=first.to(torch.int32))
+        k = torch.einsum("tc,hdc->thd", latents[:, 0, :512], to_k)
+        k = torch.cat([k, latents[..., 512:].expand(-1, heads, -1)], -1)
+        v = torch.einsum("tc,hcd->thd", latents[:, 0, :512], to_v)
+        parts.append(
+            fa_attn.flash_attn_varlen_func(
+                tokens, k, v, starts, ends, 2, longest, softmax_scale=SCALE, causal=causal, return_lse=True
+            )
+        )
+    merged, merged_lse = fa_attn.merge(*zip(*parts))
+    close(merged, out, 1e-5)
+    close(merged_lse, lse, 1e-4)
+
+
 def qkv(dtype=torch.float32):
     torch.manual_seed(1)
     shapes = [(3, 4, 8), (3, 4, 24), (20, 1, 8), (20, 1, 24)]

@@ -1,4 +1,4 @@
-//! Candle's tensors of e4m3, and of bytes that hold two codes of int4 each, as the bytes of codes.
+//! Candle's tensors of e4m3, and of bytes that hold codes, as the bytes of codes.
 #![allow(unsafe_code)]
 
 use candle_core::{CpuStorage, DType, Layout, Result};
@@ -9,9 +9,9 @@ use crate::error::Error;
 /// The type of a Q that is codes, and of K and V beside it.
 pub(crate) const CODES: DType = DType::F8E4M3;
 
-/// The codes that K and V of a type are; `None` for numbers.
-pub(crate) fn codes_of(dtype: DType) -> Option<Codes> {
-    [(CODES, Codes::E4m3), (DType::U8, Codes::Int4)]
+/// The codes that K and V of a type are, of which bytes are `bytes`; `None` for numbers.
+pub(crate) fn codes_of(dtype: DType, bytes: Codes) -> Option<Codes> {
+    [(CODES, Codes::E4m3), (DType::U8, bytes)]
         .into_iter()
         .find(|(own, _)| *own == dtype)
         .map(|(_, codes)| codes)

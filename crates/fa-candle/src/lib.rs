@@ -78,6 +78,7 @@ pub use error::Error;
 #[cfg(feature = "cuda")]
 pub use fa_attn::{Tried, Tuning, TuningOutcome};
 pub use fa_core::Dropout;
+pub use fa_core::quantize::Codes;
 pub use functions::*;
 #[cfg(feature = "cuda")]
 pub use kernels::{finish_tuning, set_tuning};

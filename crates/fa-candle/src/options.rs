@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use fa_core::Dropout;
+use fa_core::quantize::Codes;
 
 use crate::program::Program;
 
@@ -30,13 +31,15 @@ pub struct Options<'a> {
     /// `(1)`, `(heads)` or `(batch, heads)`, with K's heads; `None` for 1. Without gradients; on GPUs of
     /// compute capability 9.0.
     pub q_descale: Option<&'a Tensor>,
-    /// What K of candle's `F8E4M3`, or of `U8` with two int4 codes to a byte (the first in the lower half, so
-    /// that rows have half as many elements), is multiplied by, f32: as `q_descale`, or beside a Q of another
-    /// type for each row of each head, in the shape of K without its last axis; `None` for 1. Without
-    /// gradients.
+    /// What K of candle's `F8E4M3`, or of `U8` (see `byte_codes`), is multiplied by, f32: as `q_descale`, or
+    /// beside a Q of another type for each row of each head, in the shape of K without its last axis; `None`
+    /// for 1. Without gradients.
     pub k_descale: Option<&'a Tensor>,
     /// The same of V.
     pub v_descale: Option<&'a Tensor>,
+    /// What the bytes of K and V of `U8` are: two int4 codes each, the first in the lower half, so that rows
+    /// have half as many elements; or int8 (candle has no type for it) or e4m3.
+    pub byte_codes: Codes,
     /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key
     /// is hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides).
     /// Axes may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k`
@@ -128,6 +131,7 @@ impl Options<'_> {
             q_descale: None,
             k_descale: None,
             v_descale: None,
+            byte_codes: Codes::Int4,
             mask: None,
             bias: None,
             program: None,
@@ -156,6 +160,7 @@ impl<'a> Options<'a> {
         with_q_descale(q_descale: Option<&'a Tensor>),
         with_k_descale(k_descale: Option<&'a Tensor>),
         with_v_descale(v_descale: Option<&'a Tensor>),
+        with_byte_codes(byte_codes: Codes),
         with_mask(mask: Option<&'a Tensor>),
         with_bias(bias: Option<&'a Tensor>),
         with_program(program: Option<&'a Program>),

@@ -61,7 +61,7 @@ impl Posed {
     /// Checks shapes, types and devices, and everything that does not depend on the device.
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
         let dtype = dtype_of(q)?;
-        let codes = codes_of(k.dtype()).filter(|_| q.dtype() != CODES);
+        let codes = codes_of(k.dtype(), options.byte_codes).filter(|_| q.dtype() != CODES);
         let of_kv = if codes.is_some() { k.dtype() } else { q.dtype() };
         for (name, tensor) in [("k", k), ("v", v)] {
             same_device(name, tensor, q)?;

@@ -58,23 +58,40 @@ impl LatentRows {
         }
     }
 
+    /// The first columns, which are codes; the others are bf16.
+    pub const fn codes(self) -> usize {
+        match self {
+            LatentRows::Scales128 => 512,
+            LatentRows::Scales64 => 448,
+            LatentRows::Codes => 576,
+        }
+    }
+
+    /// Columns of codes that share a scale of the row's own, and the bytes of the scale: an f32, or a power of
+    /// two in e8m0 behind all rows of the page. Zeros where one scale is given for all.
+    pub const fn group(self) -> (usize, usize) {
+        match self {
+            LatentRows::Scales128 => (128, 4),
+            LatentRows::Scales64 => (64, 1),
+            LatentRows::Codes => (0, 0),
+        }
+    }
+
     /// Whether rows have scales of their own, so that none is given for all.
     pub const fn has_scales(self) -> bool {
-        match self {
-            LatentRows::Scales128 | LatentRows::Scales64 => true,
-            LatentRows::Codes => false,
-        }
+        self.group().0 > 0
     }
 
     /// Hands on the columns of all rows of a page, row by row. `scale` is that of rows without their own.
     pub fn decode(self, page: &[u8], scale: f32, mut each: impl FnMut(f32)) {
         let rows = page.len() / self.bytes();
+        let (group, scale_bytes) = self.group();
         match self {
             LatentRows::Scales128 => {
                 for row in page.chunks_exact(self.bytes()) {
-                    let (codes, behind) = row.split_at(512);
-                    let (scales, turned) = behind.split_at(16);
-                    for (codes, scale) in codes.chunks(128).zip(scales.chunks(4)) {
+                    let (codes, behind) = row.split_at(self.codes());
+                    let (scales, turned) = behind.split_at(scale_bytes * (self.codes() / group));
+                    for (codes, scale) in codes.chunks(group).zip(scales.chunks(scale_bytes)) {
                         let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
                         scaled(codes, f64::from(scale), &mut each);
                     }
@@ -84,8 +101,8 @@ impl LatentRows {
             LatentRows::Scales64 => {
                 let (data, scales) = page.split_at(576 * rows);
                 for (row, scales) in data.chunks_exact(576).zip(scales.chunks_exact(8)) {
-                    let (codes, turned) = row.split_at(448);
-                    for (codes, &exponent) in codes.chunks(64).zip(scales) {
+                    let (codes, turned) = row.split_at(self.codes());
+                    for (codes, &exponent) in codes.chunks(group).zip(scales) {
                         scaled(codes, e8m0(exponent), &mut each);
                     }
                     bf16(turned, &mut each);
@@ -159,6 +176,11 @@ mod tests {
     fn a_form_is_known_by_its_bytes() {
         for form in LatentRows::ALL {
             assert_eq!(LatentRows::of_bytes(form.bytes()), Some(form));
+            // Codes, scales (of Scales64 with a spare byte) and bf16 fill a row.
+            let (group, scale_bytes) = form.group();
+            let scales = form.codes().checked_div(group).unwrap_or(0) * scale_bytes;
+            let filled = form.codes() + scales.next_multiple_of(8) + 2 * (form.columns() - form.codes());
+            assert_eq!(filled, form.bytes());
         }
         assert_eq!(LatentRows::of_bytes(512), None);
     }

@@ -1,4 +1,4 @@
-//! K and V, or Q as well, of candle's F8E4M3, and K and V in bytes of two int4 codes.
+//! K and V, or Q as well, of candle's F8E4M3, and K and V in bytes of codes.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fa_candle::{Options, attention};
@@ -60,6 +60,33 @@ fn bytes_are_two_codes_each() -> Result<()> {
     let fp8 = q.to_dtype(DType::F8E4M3)?;
     let error = attention(&fp8, &k4, &v4, &Options::causal(SCALE)).unwrap_err().to_string();
     assert!(error.contains("k holds U8") && error.contains("the type of q"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn bytes_are_the_codes_that_options_name() -> Result<()> {
+    let q = values((2, 5, 6, 16), 1);
+    let device = &Device::Cpu;
+    let shape = (2, 37, 2, 16);
+    let descale = Tensor::new(&[0.02f32, 0.05], device)?;
+    for codes in [Codes::Int8, Codes::E4m3] {
+        let given = |seed: u32| {
+            let bytes: Vec<u8> = (0..2 * 37 * 2 * 16)
+                .map(|i: u32| {
+                    codes.encode((i.wrapping_mul(2654435761 + 2 * seed) >> 20) as f32 / 16.0 - 128.0)
+                })
+                .collect();
+            let numbers: Vec<f32> = codes.numbers(&bytes).collect();
+            let decoded = Tensor::from_vec(numbers, shape, device)?;
+            let decoded = decoded.broadcast_mul(&descale.reshape((1, 1, 2, 1))?)?;
+            Ok::<_, candle_core::Error>([Tensor::from_vec(bytes, shape, device)?, decoded])
+        };
+        let ([k8, k], [v8, v]) = (given(2)?, given(3)?);
+        let options = Options::causal(SCALE).with_k_descale(Some(&descale)).with_v_descale(Some(&descale));
+        let out = attention(&q, &k8, &v8, &options.with_byte_codes(codes))?;
+        let need = materialised(&q, &k, &v, SCALE, Scores::CAUSAL)?.0;
+        assert_close("codes", &out, &need, 1e-5);
+    }
     Ok(())
 }
 

@@ -45,14 +45,13 @@ impl Problem {
         self.check_codes_on_gpu()
     }
 
-    /// No program over codes, and of those of 4 bits rows in whole units of 16 bytes. Of an fp8 Q as well:
-    /// head dims in whole steps of its products, O in bf16, and descales that are the same for all keys of a
-    /// head.
+    /// Rows of codes of 4 bits in whole units of 16 bytes. Of an fp8 Q: no program, head dims in whole steps
+    /// of its products, O in bf16, and descales that are the same for all keys of a head.
     fn check_codes_on_gpu(&self) -> Result<(), Unserved> {
         let dtype = self.types.kv;
         let refuse = |what, value, need| Err(Unserved::Codes { dtype, what, value, need });
-        if let Some(program) = self.score.program.filter(|_| dtype.is_code()) {
-            return refuse("program", program.to_string(), "none, or K and V in 16 bits");
+        if let Some(program) = self.score.program.filter(|_| self.types.is_fp8()) {
+            return refuse("program", program.to_string(), "none, or Q in 16 bits beside the codes");
         }
         let (whole, need) = match dtype {
             Dtype::Int4 => (32, "a multiple of 32; pad with zeros"),
@@ -382,6 +381,7 @@ mod tests {
         for dims in [(32, 32), (96, 64), (256, 128)] {
             assert_eq!(int4.with_head_dims(dims.0, dims.1).check_gpu(), Ok(()));
         }
+        assert_eq!(int4.with_score(ScoreMod::NONE.with_program(Some(program))).check_gpu(), Ok(()));
         for (problem, what, part) in [
             (
                 fp8.with_head_dim(72),
@@ -395,7 +395,6 @@ mod tests {
                 "head_dim = 80 with K and V in int4: GPU kernels need a multiple of 32; pad with zeros",
             ),
             (int4.with_head_dim_v(48), "head_dim_v", "a multiple of 32"),
-            (int4.with_score(ScoreMod::NONE.with_program(Some(program))), "program", "none"),
             (
                 fp8.with_types(Types::fp8(Dtype::F16)),
                 "out_dtype",

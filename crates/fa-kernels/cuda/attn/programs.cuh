@@ -335,13 +335,13 @@ struct Ahead {
 };
 
 // Turns products into scores, as exponents of which a natural unit has `unit`; those below the range of
-// exponents hide their keys, as -inf does.
+// exponents hide their keys, as -inf does. `scores`: the factors of the products.
 template <int N, class Params, class Place>
-__device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const Place& place,
-                                              const Ahead<Place, N>& ahead, float unit) {
+__device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                              const Place& place, const Ahead<Place, N>& ahead, float unit) {
     place.template for_each<N>(programs_of(params),
                                [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                   const float product = s[i] * params.score.scale;
+                                   const float product = s[i] * scores.scale;
                                    if constexpr (Ahead<Place, N>::kReads) {
                                        s[i] = mods.score(product, row, column, ahead.at(i)) * unit;
                                    } else {
@@ -352,29 +352,30 @@ __device__ __forceinline__ void change_scores(float (&s)[N], const Params& param
 
 // The same to exponents of 2.
 template <int N, class Params, class Place, class M = Mods>
-__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const Place& place,
-                                             const Ahead<Place, N>& ahead) {
+__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                             const Place& place, const Ahead<Place, N>& ahead) {
     if constexpr (M::kScore && M::kAdditive) {
         place.template for_each<N>(programs_of(params),
                                    [&](int i, const auto& mods, const auto& row, const auto& column) {
                                        if constexpr (Ahead<Place, N>::kReads) {
                                            const float added = mods.exponent(row, column, ahead.at(i));
-                                           s[i] = fmaf(s[i], params.score.scale_log2, added);
+                                           s[i] = fmaf(s[i], scores.scale_log2, added);
                                        } else {
                                            const float added = mods.exponent(row, column);
-                                           s[i] = fmaf(s[i], params.score.scale_log2, added);
+                                           s[i] = fmaf(s[i], scores.scale_log2, added);
                                        }
                                    });
     } else if constexpr (M::kScore) {
-        change_scores(s, params, place, ahead, kLog2e);
+        change_scores(s, params, scores, place, ahead, kLog2e);
     }
 }
 
 // Changes scores, and hides keys where `masks`: where the program hides keys of the tile.
 template <int N, class Params, class Place>
-__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const Place& place,
-                                               const Ahead<Place, N>& ahead, float unit, bool masks) {
-    if constexpr (kScoreProgram) change_scores(s, params, place, ahead, unit);
+__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                               const Place& place, const Ahead<Place, N>& ahead, float unit,
+                                               bool masks) {
+    if constexpr (kScoreProgram) change_scores(s, params, scores, place, ahead, unit);
     if constexpr (kMaskProgram) {
         if (masks) {
             place.template for_each<N>(programs_of(params),
@@ -395,8 +396,8 @@ constexpr int part_of() {
 
 // The same without anything read ahead: elements are read for a part of the registers at a time.
 template <int N, class Params, class Place>
-__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const Place& place,
-                                               float unit, bool masks) {
+__device__ __forceinline__ void apply_programs(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                               const Place& place, float unit, bool masks) {
     constexpr int kPart = Ahead<Place, N>::kReads ? part_of<N>() : N;
 #pragma unroll
     for (int begin = 0; begin < N; begin += kPart) {
@@ -406,7 +407,7 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
         float part[kPart];
 #pragma unroll
         for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
-        apply_programs(part, params, own, ahead, unit, masks);
+        apply_programs(part, params, scores, own, ahead, unit, masks);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }
@@ -424,7 +425,7 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
         float part[kPart];
 #pragma unroll
         for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
-        to_exponents(part, params, own, ahead);
+        to_exponents(part, params, params.score, own, ahead);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }

@@ -112,7 +112,7 @@ struct PWarps : BwdGroup<C> {
                                            bool masks, bool masked, const float (&lse)[2]) const {
         float slopes[CutS::kRegisters];
         if constexpr (kScoreSlope) slopes_of(slopes, s, params, place);
-        apply_programs(s, params, place, kLog2e, masks);
+        apply_programs(s, params, params.score, place, kLog2e, masks);
         if constexpr (kScoreProgram) {
             if (masked) mask_tile(s, this->visible(), [&](int r) { return place.query[r]; }, place.key);
             float weights[CutS::kRegisters];

@@ -478,7 +478,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                     row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
                                           first_row + sm80::own_row<C>(thread) + 16 * f,
                                           n_block * C.tile_n + sm80::own_key<C>(thread) + 2 * (thread % 4));
-                apply_programs(s[f], params, place, unit, !blocks.full(i));
+                apply_programs(s[f], params, scores.params, place, unit, !blocks.full(i));
             }
             if (mask) {
                 const int thread = thread_index_volatile();

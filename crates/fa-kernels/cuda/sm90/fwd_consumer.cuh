@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             scores.of_tile(params, tile.batch, kv_head);
             to_log2 = score_mod.to_log2();
-            if constexpr (!C.alibi) scale_log2 = to_log2;
+            if constexpr (!C.alibi && !kScoreProgram) scale_log2 = to_log2;
         }
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
@@ -313,7 +313,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (kMaskProgram || kScoreProgram) {
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                          n_block * C.tile_n + own_column);
-                if constexpr (kScoreProgram) to_exponents(s, params, place, ahead);
+                if constexpr (kScoreProgram) to_exponents(s, params, scores.params, place, ahead);
                 if constexpr (kMaskProgram) mask_bits.hide(s, 0, programs_of(params), place);
                 read_mask_bits(i - 1);
             }

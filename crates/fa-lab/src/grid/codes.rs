@@ -5,6 +5,7 @@ use fa_core::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Problem, Score
 
 use super::case::{Action, Arrangement, BASE, Case, Extent, Values, case, case_of};
 use super::paged::pages_of;
+use super::programs::changed_by;
 use super::varied::packed_of;
 use crate::sequences::{Ragged, Sequences};
 
@@ -42,6 +43,21 @@ fn of(types: &[(Dtype, Dtype)], turn: usize, head_dim: usize) -> Problem {
 pub(crate) fn codes(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases = of_types(extent, repeat, &TYPES, [128, 64, 256, 96, 80]);
     cases.extend(of_types(extent, repeat, &INT4, [128, 64, 256, 96, 32]));
+    cases
+}
+
+/// Programs over codes: masks, biases and formulas, whose scores have K's descale in them.
+fn with_programs(of: &impl Fn(usize, usize) -> Problem) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (turn, index) in [2, 4, 6, 8, 12, 13, 15].into_iter().enumerate() {
+        let (what, score) = changed_by(index);
+        let lengths = Lengths::uniform(2, [130, 3][turn % 2], 333);
+        let problem = of(turn, [128, 64][turn / 2 % 2]).with_score(score);
+        cases.push(Case { what, ..case("codes", problem.with_lengths(lengths)) });
+        let cache = pages_of(&[700, 33, 0, 250], [16, 1][turn % 2], turn as u64);
+        let decoded = Sequences { q: Ragged::uniform(4, 1 + turn % 2), k: cache };
+        cases.push(Case { split: turn % 2 == 0, ..case_of("codes", what, problem, decoded) });
+    }
     cases
 }
 
@@ -89,6 +105,7 @@ fn of_types(extent: Extent, repeat: usize, types: &[(Dtype, Dtype)], head_dims: 
     for values in [Values::Rising, Values::Falling, Values::Equal] {
         cases.push(Case { values, ..case("codes", whole) });
     }
+    cases.extend(with_programs(&of));
     let lens = [2000, 1, 0, 300];
     let sequences = Sequences { q: Ragged::uniform(4, 2), k: pages_of(&lens, 16, 3) };
     let launch = |turn| case_of("codes", "launch", of(turn, 128), sequences.clone());

@@ -37,6 +37,12 @@ fn score(text: &str) -> ScoreMod {
     ScoreMod::NONE.with_program(Some(program.expect("the grid's programs are programs")))
 }
 
+/// Program `index` of the list: what it is, and the change of scores.
+pub(super) fn changed_by(index: usize) -> (&'static str, ScoreMod) {
+    let (what, text, _) = PROGRAMS[index];
+    (what, score(text))
+}
+
 /// Of lengths that the host knows.
 pub(super) fn programs(repeat: usize) -> Vec<Case> {
     let mut cases = Vec::new();
