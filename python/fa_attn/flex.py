@@ -139,12 +139,15 @@ class BlockMask:
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         made = self._of_states(states_of(*lists), seq_lengths, block_size(BLOCK_SIZE), mask_mod)
         self.__dict__.update(made.__dict__)
+        self._by_keys = q_num_blocks is not None
 
     @classmethod
     def _of(cls, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
         """A mask of its parts: `program` None where mask_mod is to be set."""
         self = cls.__new__(cls)
         self._program, self._mask_mod, self.states = program, mask_mod, states
+        # Whether it has lists by blocks of keys, which say the same again.
+        self._by_keys = True
         # Of a part, the mask that it is of and its sequences, heads and blocks of queries.
         self._part: Optional[Tuple[BlockMask, Any]] = None
         self.batch, self.heads = batch, heads
@@ -234,6 +237,8 @@ class BlockMask:
         return (self.seq_lengths, *lists, self.BLOCK_SIZE, self.mask_mod)
 
     def _listed(self, state, by_keys=False):
+        if by_keys and not self._by_keys:
+            return None, None
         there = self._blocks() == state
         there = there.mT if by_keys else there
         return there.sum(-1, dtype=torch.int32), there.int().argsort(
@@ -244,10 +249,16 @@ class BlockMask:
     kv_indices = property(lambda self: self._listed(PARTIAL)[1])
     full_kv_num_blocks = property(lambda self: self._listed(FULL)[0])
     full_kv_indices = property(lambda self: self._listed(FULL)[1])
-    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0])
-    q_indices = property(lambda self: self._listed(PARTIAL, True)[1])
-    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0])
-    full_q_indices = property(lambda self: self._listed(FULL, True)[1])
+
+    def _leave_out(self, lists):
+        if lists is not None:
+            raise InputError("the lists by blocks of keys follow from those by blocks of queries: set None")
+        self._by_keys = False
+
+    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0], _leave_out)
+    q_indices = property(lambda self: self._listed(PARTIAL, True)[1], _leave_out)
+    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0], _leave_out)
+    full_q_indices = property(lambda self: self._listed(FULL, True)[1], _leave_out)
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
@@ -269,7 +280,7 @@ class BlockMask:
         batch = None if self.batch is None else len(found[0])
         heads = None if self.heads is None else len(found[1])
         made = BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
-        made._part = (self, found)
+        made._part, made._by_keys = (self, found), self._by_keys
         return made
 
     @classmethod
@@ -286,9 +297,10 @@ class BlockMask:
     ) -> BlockMask:
         """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is
         seen, and those of which all is."""
-        flag("compute_q_blocks", compute_q_blocks)
         states = states_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        return cls._of_states(states, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+        made = cls._of_states(states, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+        made._by_keys = flag("compute_q_blocks", compute_q_blocks)
+        return made
 
     @classmethod
     def from_csr(
@@ -323,7 +335,9 @@ class BlockMask:
         moved = Program(program.text, arrays, program.scalars)
         moved.extents = program.extents
         sizes = (self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
-        return BlockMask._of(moved, *sizes, self.mask_mod, states)
+        made = BlockMask._of(moved, *sizes, self.mask_mod, states)
+        made._by_keys = self._by_keys
+        return made
 
     def __repr__(self):
         text = "mask_mod to be set" if self._program is None else repr(self._program.text)
