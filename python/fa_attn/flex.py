@@ -467,7 +467,8 @@ def flex_attention(
     `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what
     `create_block_mask` of this module or of torch makes. Tensors that functions read have gradients. A query
     that sees no key gives 0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural
-    logarithm, float32 (B, Hq, L).
+    logarithm, float32 (B, Hq, L). `max_scores`: the largest score of each query, float32 (B, Hq, L), to 2e-4
+    and its rounding, by a second forward; without a gradient.
     """
     _check_kernel_options(kernel_options)
     q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
@@ -477,8 +478,6 @@ def flex_attention(
         raise InputError(
             "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
         )
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
     mods = None
     if block_mask is not None:
         mods = of_program(_own_mask(block_mask, extents).program)
@@ -489,8 +488,22 @@ def flex_attention(
     if return_aux is not None:
         kind = type(return_aux).__name__
         made = lse if getattr(return_aux, "lse", False) else None
-        return out, (AuxOutput(lse=made) if kind == "AuxRequest" else made)
+        most = _max_scores(q, k, v, mods, scale) if getattr(return_aux, "max_scores", False) else None
+        return out, (AuxOutput(made, most) if kind == "AuxRequest" else made)
     return (out, lse) if wants_lse else out
+
+
+# log(n) of n equal scores, divided by it, is below the scores' own noise in 16 bits; exponents of scores up
+# to 2e4 stay within what kernels subtract exactly.
+_SHARPNESS = 65536.0
+
+
+def _max_scores(q, k, v, mods, scale):
+    """The largest scores of queries: the LSE of scores so large that one alone counts."""
+    sharper = Modifications((f"score = s * {_SHARPNESS};",))
+    mods = sharper if mods is None else mods.joined(sharper)
+    with torch.no_grad():
+        return _attention(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS
 
 
 def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0):
