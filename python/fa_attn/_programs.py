@@ -9,6 +9,7 @@ nothing.
 import functools
 import inspect
 import json
+import math
 import sys
 import types
 import weakref
@@ -181,31 +182,53 @@ def _closed_over(function, seen):
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     scope = function.__globals__
-    values += [scope[name] for name in sorted(_names_of(function.__code__)) if name in scope]
+    names = sorted(_names_of(function.__code__))
+    values += [scope[name] for name in names if name in scope]
     found = [id(function.__code__)]
     for value in values:
-        part = _told(value, seen)
+        part = _told(value, seen, names)
         if part is None:
             return None
         found.append(part)
     return tuple(found)
 
 
-def _told(value, seen):
+def _told(value, seen, names):
     if value is None or isinstance(value, (bool, int, float, str)):
         return type(value).__name__, repr(value)
     if "jax" in sys.modules and isinstance(value, sys.modules["jax"].core.Tracer):
         # Of one trace: another call has another.
         return None
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or hasattr(value, "__dlpack__"):
+    if isinstance(value, types.BuiltinFunctionType) or hasattr(value, "__dlpack__"):
         return id(value), getattr(value, "requires_grad", False)
+    if isinstance(value, (types.ModuleType, type)):
+        return _told_parts(value, seen, names)
     if isinstance(value, types.FunctionType):
         own = (value.__module__ or "").split(".")[0] in ("torch", "numpy", "transformers")
         return id(value) if own and not value.__closure__ else _closed_over(value, seen)
     if type(value) in (list, tuple) and len(value) <= 64:
-        parts = [_told(one, seen) for one in value]
+        parts = [_told(one, seen, names) for one in value]
         return None if None in parts else tuple(parts)
     return None
+
+
+# Modules and classes of these change no attribute that a function reads.
+_FIXED = "builtins functools math operator fa_attn jax numpy torch transformers".split()
+
+
+def _told_parts(value, seen, names):
+    """A module by what the code, whose names these are, can read of it. What a class's functions read is not
+    among the names."""
+    is_module = isinstance(value, types.ModuleType)
+    home = value.__name__ if is_module else value.__module__
+    if home.split(".")[0] in _FIXED:
+        return id(value)
+    key = (id(value), *names)
+    if not is_module or key in seen:
+        return () if is_module else None
+    seen.add(key)
+    parts = [_told(getattr(value, name), seen, names) for name in names if hasattr(value, name)]
+    return None if None in parts else (id(value), *parts)
 
 
 def _is_filled(cell):
@@ -335,6 +358,51 @@ def _is_autograd_function(value):
     return function is not None and any(isinstance(x, type) and issubclass(x, function) for x in kinds)
 
 
+class _OfFunction:
+    """The forward of a torch.autograd.Function of one number as a score function, or its backward."""
+
+    def __init__(self, function, is_backward):
+        self.function, self.is_backward = function, is_backward
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        function, context = self.function, types.SimpleNamespace(needs_input_grad=(True,), saved_tensors=())
+        context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
+        if function.setup_context is sys.modules["torch"].autograd.Function.setup_context:
+            out = function.forward(context, score)
+        else:
+            out = function.forward(score)
+            function.setup_context(context, (score,), out)
+        given = function.backward(context, 1.0) if self.is_backward else out
+        return given[0] if isinstance(given, tuple) else given
+
+
+# Scores at which a backward is compared with the derivative.
+_TRIED = [sign * at for at in (1e-3, *(0.3 * n for n in range(1, 30)), 30.0, 1e2, 1e3) for sign in (-1, 1)]
+
+
+def _check_derivative(function):
+    """Kernels compute the derivative of what a torch.autograd.Function's forward computes: its backward is
+    that, at all scores that are tried."""
+    points = [(at, *(0,) * 8) for at in _TRIED]
+    try:
+        own = [_traced(_OfFunction(function, back), "score", _SCORE, None, None) for back in (False, True)]
+        reads = any(one.arrays or one.scalars for one in own)
+        forward, backward = ([] if reads else one.evaluate(points) for one in own)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedError(f"{_OF_FUNCTION}: {function.__name__} is none of one number") from error
+    near = [
+        math.isclose(slope, value, rel_tol=1e-5, abs_tol=1e-6) or not math.isfinite(slope)
+        for (_, _, slope), (_, value, _) in zip(forward, backward)
+    ]
+    if reads or not all(near):
+        raise UnsupportedError(f"{_OF_FUNCTION}: the backward of {function.__name__} is another, or unknown")
+
+
+_OF_FUNCTION = (
+    "a score function calls a torch.autograd.Function, of which kernels compute the derivative of the forward"
+)
+
+
 def _recorded(recorder, value, seen):
     if isinstance(value, bool) or value is None:
         return value
@@ -343,10 +411,8 @@ def _recorded(recorder, value, seen):
     if hasattr(value, "__dlpack__") and not type(value).__module__.startswith("torch"):
         return recorder.array_proxy(value)
     if recorder.is_score and _is_autograd_function(value):
-        raise UnsupportedError(
-            "a score function calls a torch.autograd.Function, whose backward would not be used: write what "
-            "it computes in torch's operations"
-        )
+        _check_derivative(getattr(value, "__self__", value))
+        return value
     if isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
         return _with_recorded(recorder, value, seen)
     if type(value) in (list, tuple) and value and len(value) <= 64:

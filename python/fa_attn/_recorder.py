@@ -410,8 +410,10 @@ def recording(recorder):
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function, kinds, arguments=(), options=None):
             options = options or {}
-            if recorder_of(arguments, options) is not None:
-                return called(recorder, function, arguments, options)
+            # Another's, where a function is recorded while another is.
+            own = recorder_of(arguments, options)
+            if own is not None:
+                return called(own, function, arguments, options)
             result = function(*arguments, **options)
             name = getattr(function, "__name__", "")
             if name in _MAKERS and getattr(result, "ndim", 1) == 0:

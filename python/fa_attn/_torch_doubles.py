@@ -16,8 +16,8 @@ def is_double(*tensors):
 
 
 def attention(q, k, v, scale, change=None, visible=None, dropout_p=0.0):
-    """(out, lse) of tensors (batch, heads, rows, columns). `change`: what scores become, `visible`: bool,
-    broadcast to the scores."""
+    """(out, LSE, largest scores) of tensors (batch, heads, rows, columns). `change`: what scores become,
+    `visible`: bool, broadcast to the scores."""
     group = q.shape[1] // k.shape[1]
     if group != 1:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -26,16 +26,17 @@ def attention(q, k, v, scale, change=None, visible=None, dropout_p=0.0):
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     if not scores.shape[-1]:
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -math.inf, 0.0)
+        nothing = q.new_full(q.shape[:-1], -math.inf)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), nothing, nothing
+    largest = scores.detach().amax(-1, keepdim=True)
+    top = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     is_blind = total == 0
     total = total.masked_fill(is_blind, 1.0)
     weights = torch.nn.functional.dropout(weights / total, dropout_p)
     lse = (total.log() + top).masked_fill(is_blind, -math.inf)
-    return weights @ v, lse[..., 0]
+    return weights @ v, lse[..., 0], largest[..., 0]
 
 
 def masked(attn_mask, causal_offset, rows, keys, device):

@@ -326,8 +326,30 @@ def recorder_of(arguments, options):
     return None
 
 
+def _custom(recorder, operator):
+    """What an operator of another library computes, where that is a function of Python."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(operator)
+    if found is None or recorder.is_score and found._backward_fn is not None:
+        has = "is no function of Python" if found is None else "has a backward of its own"
+        raise UnsupportedError(
+            f"a mask or score function calls {operator}, which {has}: write what it computes in torch's "
+            "operations"
+        )
+    return found._init_fn
+
+
 def called(recorder, function, arguments, options):
     name = getattr(function, "__name__", str(function))
+    # Operators of torch.ops, and their overloads.
+    operator = getattr(function, "_qualified_op_name", None) or getattr(
+        getattr(function, "_schema", None), "name", ""
+    )
+    if "::" in operator:
+        library, name = operator.split("::")[:2]
+        if library != "aten":
+            return _custom(recorder, operator)(*arguments, **options)
     if name == "__getitem__" and arguments and not isinstance(arguments[0], Traced):
         array = arguments[0]
         return (array if isinstance(array, Indexed) else Indexed(recorder, array))[arguments[1]]

@@ -140,12 +140,15 @@ class BlockMask:
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         made = self._of_states(states_of(*lists), seq_lengths, block_size(BLOCK_SIZE), mask_mod)
         self.__dict__.update(made.__dict__)
+        self._by_keys = q_num_blocks is not None
 
     @classmethod
     def _of(cls, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
         """A mask of its parts: `program` None where mask_mod is to be set."""
         self = cls.__new__(cls)
         self._program, self._mask_mod, self.states = program, mask_mod, states
+        # Whether it has lists by blocks of keys, which say the same again.
+        self._by_keys = True
         # Of a part, the mask that it is of and its sequences, heads and blocks of queries.
         self._part: Optional[Tuple[BlockMask, Any]] = None
         self.batch, self.heads = batch, heads
@@ -235,6 +238,8 @@ class BlockMask:
         return (self.seq_lengths, *lists, self.BLOCK_SIZE, self.mask_mod)
 
     def _listed(self, state, by_keys=False):
+        if by_keys and not self._by_keys:
+            return None, None
         there = self._blocks() == state
         there = there.mT if by_keys else there
         return there.sum(-1, dtype=torch.int32), there.int().argsort(
@@ -245,10 +250,16 @@ class BlockMask:
     kv_indices = property(lambda self: self._listed(PARTIAL)[1])
     full_kv_num_blocks = property(lambda self: self._listed(FULL)[0])
     full_kv_indices = property(lambda self: self._listed(FULL)[1])
-    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0])
-    q_indices = property(lambda self: self._listed(PARTIAL, True)[1])
-    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0])
-    full_q_indices = property(lambda self: self._listed(FULL, True)[1])
+
+    def _leave_out(self, lists):
+        if lists is not None:
+            raise InputError("the lists by blocks of keys follow from those by blocks of queries: set None")
+        self._by_keys = False
+
+    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0], _leave_out)
+    q_indices = property(lambda self: self._listed(PARTIAL, True)[1], _leave_out)
+    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0], _leave_out)
+    full_q_indices = property(lambda self: self._listed(FULL, True)[1], _leave_out)
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
@@ -270,7 +281,7 @@ class BlockMask:
         batch = None if self.batch is None else len(found[0])
         heads = None if self.heads is None else len(found[1])
         made = BlockMask._of(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
-        made._part = (self, found)
+        made._part, made._by_keys = (self, found), self._by_keys
         return made
 
     @classmethod
@@ -287,9 +298,10 @@ class BlockMask:
     ) -> BlockMask:
         """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is
         seen, and those of which all is."""
-        flag("compute_q_blocks", compute_q_blocks)
         states = states_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        return cls._of_states(states, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+        made = cls._of_states(states, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+        made._by_keys = flag("compute_q_blocks", compute_q_blocks)
+        return made
 
     @classmethod
     def from_csr(
@@ -324,7 +336,9 @@ class BlockMask:
         moved = Program(program.text, arrays, program.scalars)
         moved.extents = program.extents
         sizes = (self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
-        return BlockMask._of(moved, *sizes, self.mask_mod, states)
+        made = BlockMask._of(moved, *sizes, self.mask_mod, states)
+        made._by_keys = self._by_keys
+        return made
 
     def __repr__(self):
         text = "mask_mod to be set" if self._program is None else repr(self._program.text)
@@ -454,8 +468,9 @@ def flex_attention(
     `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what
     `create_block_mask` of this module or of torch makes. Tensors that functions read have gradients. A query
     that sees no key gives 0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural
-    logarithm, float32 (B, Hq, L). float64 is computed by torch's operations, with all scores in memory and
-    derivatives of every order.
+    logarithm, float32 (B, Hq, L). `max_scores`: the largest score of each query, float32 (B, Hq, L), to 2e-4
+    and its rounding, by a second forward; without a gradient.
+    float64 is computed by torch's operations, with all scores in memory and derivatives of every order.
     """
     _check_kernel_options(kernel_options)
     q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
@@ -465,25 +480,38 @@ def flex_attention(
         raise InputError(
             "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
         )
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
+    wants_most = return_aux is not None and getattr(return_aux, "max_scores", False)
     own_mask = None if block_mask is None else _own_mask(block_mask, extents)
     if doubles.is_double(query, key, value):
         visible = None if own_mask is None else doubles.of_blocks(own_mask, extents, query.device)
         key, value = k.transpose(1, 2), v.transpose(1, 2)
         change, scale = doubles.by_function(score_mod), number("scale", scale)
-        out, lse = doubles.attention(query, key, value, scale, change, visible)
+        out, lse, most = doubles.attention(query, key, value, scale, change, visible)
     else:
         mods = None if own_mask is None else of_program(own_mask.program)
         if score_mod is not None:
             own = modifications(q, extents, score_mod=score_mod)
             mods = own if mods is None else mods.joined(own)
         out, lse = _attention(q, k, v, mods, scale)
+        most = _max_scores(q, k, v, mods, scale) if wants_most else None
     if return_aux is not None:
         kind = type(return_aux).__name__
         made = lse if getattr(return_aux, "lse", False) else None
-        return out, (AuxOutput(lse=made) if kind == "AuxRequest" else made)
+        return out, (AuxOutput(made, most if wants_most else None) if kind == "AuxRequest" else made)
     return (out, lse) if wants_lse else out
+
+
+# log(n) of n equal scores, divided by it, is below the scores' own noise in 16 bits; exponents of scores up
+# to 2e4 stay within what kernels subtract exactly.
+_SHARPNESS = 65536.0
+
+
+def _max_scores(q, k, v, mods, scale):
+    """The largest scores of queries: the LSE of scores so large that one alone counts."""
+    sharper = Modifications((f"score = s * {_SHARPNESS};",))
+    mods = sharper if mods is None else mods.joined(sharper)
+    with torch.no_grad():
+        return _attention(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS
 
 
 def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0):

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use fa_core::program::{ArrayData, ArrayView, Element, Inputs, Interned, MAX_INTERNED, Program, Type, Value};
-use fa_core::{Lengths, Mask, ScoreMod};
 use fa_kernels::launch::{RawArray, RawProgram};
 use pyo3::prelude::*;
 
@@ -29,25 +28,6 @@ pub(crate) struct CallProgram<'py> {
 
 /// Joined programs by their texts: parsing takes longer than a small call.
 static JOINED: LazyLock<Mutex<HashMap<Vec<String>, Interned>>> = LazyLock::new(Mutex::default);
-
-/// What is left of programs of which kernels have the mask, the score or both built in.
-type Left = HashMap<(Interned, bool, bool), Option<Interned>>;
-static LEFT: LazyLock<Mutex<Left>> = LazyLock::new(Mutex::default);
-
-fn without(program: Interned, mask: bool, score: bool) -> PyResult<Option<Interned>> {
-    let mut kept = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(left) = kept.get(&(program, mask, score)) {
-        return Ok(*left);
-    }
-    let refused = |error: String| InputError::new_err(error);
-    let left = program.without(mask, score).map_err(|error| refused(error.to_string()))?;
-    let left = left.map(Program::intern).transpose().map_err(|error| refused(error.to_string()))?;
-    if kept.len() >= MAX_INTERNED {
-        kept.clear();
-    }
-    kept.insert((program, mask, score), left);
-    Ok(left)
-}
 
 /// The program of these texts.
 pub(crate) fn joined(texts: &[String]) -> PyResult<Option<Interned>> {
@@ -117,29 +97,9 @@ impl<'py> CallProgram<'py> {
         Ok(Some(CallProgram { program, arrays: of_calls, scalars: values, gradients }))
     }
 
-    /// The mask and the change of scores of a call with these of its own: kernels have bands around the
-    /// diagonal and soft caps built in, which are then no part of the program. A band that counts keys from
-    /// query 0 is placed by the lengths of all sequences.
-    pub(crate) fn posed(&self, mask: Mask, score: ScoreMod, lengths: &Lengths) -> PyResult<(Mask, ScoreMod)> {
-        let program = self.program;
-        let whole = (mask, score.with_program(Some(program)));
-        if program.arrays().iter().any(|array| array.gradient) {
-            return Ok(whole);
-        }
-        let is_plain = score.softcap.is_none() && score.alibi.is_none();
-        let cap = if is_plain { program.softcap(&self.scalars) } else { None };
-        // ALiBi and `off` count from the diagonal that the call has.
-        let may_move = lengths.is_uniform() && score.alibi.is_none() && !program.counts_from_diagonal();
-        let band = program.band(&self.scalars).filter(|_| mask.is_full());
-        let band = band.filter(|band| band.aligned || may_move).and_then(|band| {
-            let start = lengths.max_q() as i64 - lengths.max_k() as i64;
-            band.mask(if band.aligned { mask.offset } else { start })
-        });
-        if band.is_none() && cap.is_none() {
-            return Ok(whole);
-        }
-        let left = without(program, band.is_some(), cap.is_some())?;
-        Ok((band.unwrap_or(mask), score.with_softcap(cap.or(score.softcap)).with_program(left)))
+    /// The values of the program's scalars.
+    pub(crate) fn scalars(&self) -> &[Value] {
+        &self.scalars
     }
 
     /// Names the arrays to which gradients are written, by the names of those whose gradients they are.

@@ -341,10 +341,7 @@ impl<'py> Given<'py> {
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
         let lengths = Lengths::of(sequences, side_q, side_k);
         let score = ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some());
-        let (mask, score) = match program {
-            Some(program) => program.posed(options.mask(), score, &lengths)?,
-            None => (options.mask(), score),
-        };
+        let score = score.with_program(program.as_ref().map(|own| own.program));
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
             .with_descales(
                 Descales::new(
@@ -354,9 +351,10 @@ impl<'py> Given<'py> {
                 .with_q(of_q),
             )
             .with_latent(options.latent)
-            .with_mask(mask)
+            .with_mask(options.mask())
             .with_softmax_scale(options.scale)
             .with_score(score);
+        let problem = program.as_ref().map_or(problem, |own| problem.with_mods_built_in(own.scalars()));
         for (extra, value) in extras.iter().filter(|(extra, _)| is_argument(*extra)) {
             if let (Value::F32(view), Some(axes)) = (value, extra.axes_of(&problem)) {
                 check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;

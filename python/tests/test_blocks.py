@@ -202,6 +202,28 @@ def test_torchs_constructor_and_lengths_of_a_part():
     )
 
 
+def test_lists_by_keys_may_be_left_out():
+    q, k, v = (torch.randn(B, H, length, D, generator=_generator) for length in (L, S, S))
+    torchs = flex.create_block_mask(causal, B, H, L, S, device="cpu", BLOCK_SIZE=BLOCK)
+    rows = [torchs.kv_num_blocks, torchs.kv_indices, torchs.full_kv_num_blocks, torchs.full_kv_indices]
+    options = dict(BLOCK_SIZE=BLOCK, mask_mod=causal)
+    want = flex_attention(q, k, v, block_mask=torchs)
+    made = create_block_mask(causal, B, H, L, S, device="cpu")
+    assert made.q_num_blocks is not None
+    with pytest.raises(fa_attn.InputError, match="set None"):
+        made.q_num_blocks = torchs.q_num_blocks
+    made.q_num_blocks = None
+    masks = [
+        BlockMask((L, S), *rows, **options),
+        BlockMask.from_kv_blocks(*rows, seq_lengths=(L, S), compute_q_blocks=False, **options),
+        made,
+    ]
+    for mask in [*masks, masks[0].to("cpu")]:
+        assert mask.q_indices is mask.full_q_num_blocks is None and mask.as_tuple()[6:10] == (None,) * 4
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want)
+    assert masks[0][:, :, 0].q_num_blocks is None
+
+
 def test_parts_and_pictures_of_a_mask_are_torchs():
     ours, torchs = (
         module.create_block_mask(lambda b, h, q, k: (q >= k) & (b + h >= 0), 4, 3, 512, 300, "cpu", 64)

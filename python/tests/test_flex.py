@@ -286,6 +286,26 @@ def test_torchs_causal_biases_are_read_by_what_they_say(lengths, alignment):
         fa_attn.flash_attn_func(*(x.transpose(1, 2) for x in own), mask=bias)
 
 
+def test_the_largest_scores_are_those_after_mask_and_change():
+    q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
+    bias = draw(H, S).requires_grad_()
+    # Equal scores by the cap, and rows without keys.
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i % 3 != 1), None, None, L, S)
+    request = flex.AuxRequest(lse=True, max_scores=True)
+    out, found = flex_attention(
+        q, k, v, lambda s, b, h, i, j: torch.tanh(9 * s + bias[h, j]), mask, return_aux=request
+    )
+    rows, keys = torch.arange(L)[:, None], torch.arange(S)
+    scores = torch.tanh(9 * (q @ k.mT) / math.sqrt(D) + bias[:, None])
+    want = torch.where((rows >= keys) & (rows % 3 != 1), scores, -math.inf).amax(-1)
+    assert not found.max_scores.requires_grad and found.lse.requires_grad
+    torch.testing.assert_close(found.max_scores, want.detach(), atol=2e-4, rtol=0)
+    assert torch.equal(out, flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(9 * s + bias[h, j]), mask))
+    alone = flex_attention(q, k, v, return_aux=fa_attn.flex.AuxRequest(max_scores=True))[1]
+    assert alone.lse is None
+    torch.testing.assert_close(alone.max_scores, (q @ k.mT).amax(-1) / math.sqrt(D), atol=2e-4, rtol=0)
+
+
 def test_what_torch_refuses_or_nothing_computes_is_an_error():
     q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
     mask = create_block_mask(causal, None, None, L, S + 1)
@@ -295,7 +315,6 @@ def test_what_torch_refuses_or_nothing_computes_is_an_error():
         (lambda: flex_attention(q, k[:, :2], v[:, :2]), "enable_gqa"),
         (lambda: flex_attention(q[0], k, v), "must be \\(batch, heads"),
         (lambda: flex_attention(q, k, v, kernel_options={"speed": 9}), "kernel_options has 'speed'"),
-        (lambda: flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True)), "max_scores"),
         (lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, 3, None, L, S)), "B = 3"),
         (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
         (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),

@@ -85,6 +85,16 @@ def test_results_and_gradients_under_jit(name):
     near(jax.grad(ours, 0)(Q, K, V, x), jax.grad(true, 0)(Q, K, V, x))
 
 
+def test_a_band_and_a_cap_are_the_built_in_ones():
+    own, named = dict(score_mod=CAP, mask_mod="k <= q + off"), dict(softcap=2.0, causal=True)
+
+    def gradients(options):
+        return jax.jit(jax.grad(lambda *x: (flash_attn_func(*x, **options) * DOUT).sum(), (0, 1, 2)))(Q, K, V)
+
+    for got, want in zip(gradients(own), gradients(named)):
+        assert jnp.array_equal(got, want)
+
+
 def test_vmap_is_each_element_by_itself():
     biases, queries = jnp.stack([BIAS, 2 * BIAS]), jnp.stack([Q, 2 * Q])
     added = lambda s, x: s + x  # noqa: E731

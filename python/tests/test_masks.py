@@ -215,6 +215,7 @@ def test_masks_and_scores_are_the_formula(options, wanted):
             dict(mask_mod="abs(q + off - k) <= 3", alibi_slopes=SLOPES),
             dict(window_size=(3, 3), alibi_slopes=SLOPES),
         ),
+        (dict(mask_mod="k <= q + off", bias=BIAS), dict(causal=True, bias=BIAS)),
     ],
 )
 def test_bands_and_soft_caps_are_the_built_in_ones(program, built_in):
@@ -223,7 +224,10 @@ def test_bands_and_soft_caps_are_the_built_in_ones(program, built_in):
     found = []
     for options in (program, built_in):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = fa_attn.flash_attn_func(*inputs, **options)
+        if "bias" in options:
+            inputs.append(BIAS.clone().requires_grad_())
+            options = dict(options, bias=inputs[-1])
+        out = fa_attn.flash_attn_func(*inputs[:3], **options)
         found.append((out, *torch.autograd.grad(out, inputs, dout)))
     for got, want in zip(*found):
         assert torch.equal(got, want)

@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -594,6 +595,78 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         return gradient
+
+
+@torch.library.custom_op("fa_tests::tanh", mutates_args=())
+def approximate(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+# Other than torch's function of that name.
+@torch.library.custom_op("fa_tests::exp", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return torch.ops.fa_tests.tanh(x)
+
+    @staticmethod
+    def setup_context(context, inputs, output):
+        context.save_for_backward(output)
+
+    @staticmethod
+    def backward(context, gradient):
+        (out,) = context.saved_tensors
+        return gradient * (1 - out * out)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return 2 * context.saved_tensors[0] * gradient
+
+
+def test_functions_whose_backward_is_the_derivative_are_computed():
+    capped = Program.of_score(lambda s, b, h, q, k: 20 * Tanh.apply(s / 20))
+    assert capped.text == Program.of_score(lambda s, b, h, q, k: 20 * torch.tanh(s / 20)).text
+    square, plain = (Program.of_score(x) for x in (lambda s, *_: Square.apply(s), lambda s, *_: s * s))
+    assert square.text == plain.text
+    # Operators by what they compute, not by their names.
+    twice = Program.of_score(lambda s, b, h, q, k: torch.ops.fa_tests.exp(s) + doubled(s))
+    assert twice.evaluate([(1.5, *(0,) * 8)])[0][1:] == (6.0, 4.0)
+    aten = Program.of_score(lambda s, b, h, q, k: torch.ops.aten.tanh.default(s))
+    assert aten.text == Program.of_score(lambda s, b, h, q, k: torch.tanh(s)).text
+
+
+class Settings:
+    width = 3
+
+    @staticmethod
+    def near(q, k):
+        return q - k < Settings.width
+
+
+def test_attributes_of_classes_and_modules_are_those_of_the_call():
+    module = types.ModuleType("settings")
+    module.width = 3
+    masks = [
+        lambda b, h, q, k: q - k < Settings.width,
+        lambda b, h, q, k: Settings.near(q, k),
+        lambda b, h, q, k: q - k < module.width,
+    ]
+    point = [(0.0, 0, 0, 0, 5, 0, 9, 9, 0)]
+    for width, seen in ((3, False), (9, True), (3, False)):
+        Settings.width = module.width = width
+        for mask in masks:
+            assert Program.of_mask(mask).evaluate(point)[0][0] == seen
 
 
 def test_derivatives_of_ones_own_are_refused():

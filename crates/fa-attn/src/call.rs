@@ -19,6 +19,8 @@ use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 #[derive(Debug)]
 pub struct Call {
     problem: Problem,
+    /// What is computed: [`Problem::with_mods_built_in`].
+    computed: Problem,
     pass: Pass,
     implementation: Implementation,
     passed_over: Option<String>,
@@ -74,7 +76,8 @@ impl Call {
         implementation: Implementation,
         passed_over: Option<String>,
     ) -> Call {
-        Call { problem: *problem, pass, implementation, passed_over }
+        let computed = problem.with_mods_built_in(&[]);
+        Call { problem: *problem, computed, pass, implementation, passed_over }
     }
 
     /// The problem.
@@ -115,7 +118,7 @@ impl Call {
             Implementation::Reference(_) => return Ok(None),
         };
         match self.pass {
-            Pass::Forward => Ok(Some(cpu.install_tiled(|| tiled::plan(cpu.options(), &self.problem))?)),
+            Pass::Forward => Ok(Some(cpu.install_tiled(|| tiled::plan(cpu.options(), &self.computed))?)),
             Pass::Backward { .. } => Ok(None),
         }
     }
@@ -176,10 +179,19 @@ impl Call {
         if std::mem::discriminant(&tensors.pass()) != std::mem::discriminant(&self.pass) {
             return Err(Error::Pass { bound: self.pass, given: tensors.pass() });
         }
+        // A program that is built in reads nothing.
+        let is_built_in = self.computed.score.program.is_none() && self.problem.score.program.is_some();
+        fn left<T>(tensors: Tensors<'_, T>, is_built_in: bool) -> Tensors<'_, T> {
+            if is_built_in { tensors.without_program() } else { tensors }
+        }
         match (&self.implementation, tensors) {
-            (Implementation::Gpu(gpu, bound), tensors) => T::run(gpu, bound, tensors, launches),
-            (Implementation::Tiled(cpu), Tensors::Forward(tensors)) => self.tiled_forward(cpu, tensors),
-            (Implementation::Tiled(cpu), Tensors::Backward(tensors)) => self.tiled_backward(cpu, tensors),
+            (Implementation::Gpu(gpu, bound), tensors) => {
+                T::run(gpu, bound, left(tensors, is_built_in), launches)
+            }
+            (Implementation::Tiled(cpu), tensors) => match left(tensors, is_built_in) {
+                Tensors::Forward(tensors) => self.tiled_forward(cpu, tensors),
+                Tensors::Backward(tensors) => self.tiled_backward(cpu, tensors),
+            },
             #[cfg(feature = "reference")]
             (Implementation::Reference(cpu), tensors) => reference::run(&self.problem, cpu, tensors),
         }
@@ -192,7 +204,7 @@ impl Call {
     ) -> Result<Duration, Error> {
         let arguments = tensors.arguments();
         let ForwardTensors { q, k, v, mut out, lse, .. } = tensors;
-        let (options, problem) = (cpu.options(), &self.problem);
+        let (options, problem) = (cpu.options(), &self.computed);
         let start = Instant::now();
         cpu.install_tiled(|| {
             tiled::forward_extras(options, problem, arguments, q, k, v, &mut out, Some(lse))
@@ -209,7 +221,7 @@ impl Call {
         let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } =
             tensors;
         let inputs = BackwardInputs { q, k, v, out, lse, dout };
-        let (options, problem) = (cpu.options(), &self.problem);
+        let (options, problem) = (cpu.options(), &self.computed);
         let start = Instant::now();
         cpu.install_tiled(|| {
             let (dq, dk, dv) = (&mut dq, &mut dk, &mut dv);

@@ -145,7 +145,9 @@ impl Engine {
     }
 
     /// A pass of `problem`, ready to run: planned, compiled, checked and bound once. `Auto` takes the CPU
-    /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
+    /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why. Bands and
+    /// soft caps of the problem's program are computed as built-in ones; where scalars decide, bind
+    /// [`Problem::with_mods_built_in`] of their values.
     ///
     /// # Errors
     /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages and of latent problems, which
@@ -195,7 +197,7 @@ impl Engine {
         options: &BindOptions,
     ) -> Option<Result<Implementation, Error>> {
         let gpu = self.gpu.as_ref()?;
-        let bound = gpu.bind(problem, pass, options);
+        let bound = gpu.bind(&problem.with_mods_built_in(&[]), pass, options);
         Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound))))
     }
 

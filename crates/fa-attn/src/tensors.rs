@@ -344,6 +344,16 @@ impl<T> Tensors<'_, T> {
             Tensors::Backward(_) => Pass::Backward { deterministic: false },
         }
     }
+
+    /// The same without what a program reads.
+    pub(crate) fn without_program(self) -> Self {
+        match self {
+            Tensors::Forward(tensors) => Tensors::Forward(ForwardTensors { program: None, ..tensors }),
+            Tensors::Backward(tensors) => {
+                Tensors::Backward(BackwardTensors { program: None, darrays: None, ..tensors })
+            }
+        }
+    }
 }
 
 #[cfg(test)]

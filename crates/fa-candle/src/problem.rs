@@ -118,6 +118,8 @@ impl Posed {
                     .with_sinks(beside.sinks.is_some())
                     .with_program(program.as_ref().map(|own| own.program)),
             );
+        let problem = program.as_ref().map_or(problem, |own| problem.with_mods_built_in(&own.scalars));
+        let program = program.and_then(|own| own.left(problem.score.program));
         problem.check().map_err(refused)?;
         beside.q_descale = descale(Extra::QDescale, options.q_descale, &problem, q)?;
         beside.k_descale = descale(Extra::KDescale, options.k_descale, &problem, q)?;

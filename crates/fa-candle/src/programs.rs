@@ -73,6 +73,11 @@ impl ProgramCall {
         Ok(Some(ProgramCall { program, arrays, scalars: scalars.collect::<Result<_>>()? }))
     }
 
+    /// The same with what is left of its program, which reads the same.
+    pub(crate) fn left(self, program: Option<Interned>) -> Option<ProgramCall> {
+        program.map(|program| ProgramCall { program, ..self })
+    }
+
     /// The scalars as a launch takes them.
     #[cfg(feature = "cuda")]
     pub(crate) fn scalar_bits(&self) -> [u32; program::MAX_SCALARS] {

@@ -27,6 +27,8 @@ use crate::term::output::si;
 pub(crate) struct Inputs<T> {
     /// The problem, checked.
     pub problem: Problem,
+    /// The same as it is computed: [`Problem::with_mods_built_in`].
+    pub computed: Problem,
     /// The order of every tensor's axes.
     pub layout: TensorLayout,
     /// `[batch, seqlen_q, heads_q, head_dim]`.
@@ -182,7 +184,8 @@ impl<T: Element + Stored> Inputs<T> {
             None => None,
         };
         let program =
-            problem.score.program.map(|program| programs::read(file, program, &problem)).transpose()?;
+            problem.score.program.map(|program| programs::read(file, program, &problem, &[])).transpose()?;
+        let computed = program.as_ref().map_or(problem, |own| problem.with_mods_built_in(&own.scalars));
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -194,6 +197,7 @@ impl<T: Element + Stored> Inputs<T> {
         };
         Ok(Inputs {
             problem,
+            computed,
             layout,
             q: own("q", q_shape(&problem), problem.types.q)?,
             k,

@@ -83,7 +83,7 @@ impl Calls {
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
-        let program = inputs.program();
+        let program = inputs.program().filter(|_| inputs.computed.score.program.is_some());
         let [q, k, v] = inputs.views()?;
         let Output { out, lse } = &mut outputs.output;
         let mut tensors =
@@ -107,7 +107,7 @@ impl Calls {
             return Ok(None);
         };
         let extras = inputs.sides.extras();
-        let program = inputs.program();
+        let program = inputs.program().filter(|_| inputs.computed.score.program.is_some());
         let mut tensors = BackwardTensors::of(inputs.differentiable()?, output, dout, gradients, extras)?;
         tensors.program = program.as_ref();
         tensors.darrays = program.is_some().then_some(darrays);

@@ -240,7 +240,7 @@ pub(crate) struct ProblemArgs {
 }
 
 impl ProblemArgs {
-    /// The problem, checked.
+    /// The problem, checked; bands and soft caps that are written as programs are the built-in ones.
     ///
     /// # Errors
     /// What [`Problem::check`] finds, and [`InputError::Usage`] for flags that contradict each other.
@@ -259,7 +259,7 @@ impl ProblemArgs {
         .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
         let problem = self.kv.of(latent_if(self.latent, problem))?;
         problem.check()?;
-        Ok(problem)
+        Ok(problem.with_mods_built_in(&[]))
     }
 }
 
@@ -364,7 +364,8 @@ pub(crate) struct ShapeArgs {
 }
 
 impl ShapeArgs {
-    /// Every shape asked for, of type `dtype` unless a flag says otherwise, checked.
+    /// Every shape asked for, of type `dtype` unless a flag says otherwise, checked; bands and soft caps that
+    /// are written as programs are the built-in ones.
     ///
     /// # Errors
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
@@ -400,7 +401,7 @@ impl ShapeArgs {
                     .with_score(score);
                     let problem = self.kv.of(latent_if(self.latent, problem))?;
                     problem.check()?;
-                    problems.push(problem);
+                    problems.push(problem.with_mods_built_in(&[]));
                 }
             }
         }

@@ -30,7 +30,7 @@ const TAKEN: [&str; 15] = [
 ];
 
 /// What the program of `problem` reads, from tensors of its names; dropout's from its seed. A scalar is a
-/// tensor of one element.
+/// tensor of one element, unless it is `known`, by its place.
 ///
 /// # Errors
 /// Tensors that are not there, of another type or rank, or without elements, and names that a file uses
@@ -39,6 +39,7 @@ pub(crate) fn read(
     file: &TensorFile,
     program: Interned,
     problem: &Problem,
+    known: &[Option<Value>],
 ) -> Result<OwnedInputs, InputError> {
     let extras = Extra::ALL.map(Extra::name);
     let arrays = program.arrays().iter().map(|decl| decl.name.as_str());
@@ -55,9 +56,9 @@ pub(crate) fn read(
         _ => array(file, decl),
     });
     let arrays = arrays.collect::<Result<_, _>>()?;
-    let scalars = program.scalars().iter().map(|decl| match dropout {
+    let scalars = program.scalars().iter().enumerate().map(|(slot, decl)| match dropout {
         Some(dropout) if decl.name == Dropout::FACTOR => Ok(Value::F32(dropout.factor().into())),
-        _ => scalar(file, &decl.name, decl.ty),
+        _ => known.get(slot).copied().flatten().map_or_else(|| scalar(file, &decl.name, decl.ty), Ok),
     });
     let inputs = OwnedInputs { arrays, scalars: scalars.collect::<Result<_, _>>()? };
     inputs

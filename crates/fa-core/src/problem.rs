@@ -1,5 +1,6 @@
 //! One attention problem: shapes, types, mask and scalars.
 
+mod built_in;
 mod check;
 mod counts;
 mod error;

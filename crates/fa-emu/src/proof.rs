@@ -127,9 +127,24 @@ impl Trial {
     /// # Panics
     /// On a dtype that kernels do not take, and on extras that do not fit the problem.
     pub fn with(problem: &Problem, pass: Pass, placement: Placement, extras: &OwnedExtras) -> Trial {
+        Trial::with_inputs(problem, pass, placement, extras, OwnedInputs::drawn(problem, 1))
+    }
+
+    /// The same with these arrays and scalars of the problem's program.
+    ///
+    /// # Panics
+    /// As [`Trial::with`], and on inputs that do not fit the program.
+    pub fn with_inputs(
+        problem: &Problem,
+        pass: Pass,
+        placement: Placement,
+        extras: &OwnedExtras,
+        program: Option<OwnedInputs>,
+    ) -> Trial {
+        let beside = (extras, program);
         match problem.types.wide() {
-            Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
-            Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
+            Dtype::F16 => Trial::of(problem, pass, placement, beside, &normal::<f16>(problem)),
+            Dtype::Bf16 => Trial::of(problem, pass, placement, beside, &normal::<bf16>(problem)),
             dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
                 panic!("kernels take 16-bit types, not {dtype}")
             }
@@ -149,10 +164,11 @@ impl Trial {
         values: &[Vec<u16>; 4],
     ) -> Trial {
         let values = values.each_ref();
+        let beside = (extras, OwnedInputs::drawn(problem, 1));
         match problem.types.wide() {
-            Dtype::F16 => Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<f16>(own))),
+            Dtype::F16 => Trial::of(problem, pass, placement, beside, &values.map(|own| of_bits::<f16>(own))),
             Dtype::Bf16 => {
-                Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
+                Trial::of(problem, pass, placement, beside, &values.map(|own| of_bits::<bf16>(own)))
             }
             dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
                 panic!("kernels take 16-bit types, not {dtype}")
@@ -175,11 +191,10 @@ impl Trial {
         problem: &Problem,
         pass: Pass,
         placement: Placement,
-        extras: &OwnedExtras,
+        (extras, program): (&OwnedExtras, Option<OwnedInputs>),
         host: &[Vec<T>; 4],
     ) -> Trial {
         let shapes = shapes(problem);
-        let program = OwnedInputs::drawn(problem, 1);
         let inputs = program.as_ref().zip(problem.score.program);
         let inputs = inputs.map(|(given, own)| given.view(&own).expect("the inputs are the program's"));
         let own = Arguments { extras: extras.view(), program: inputs.as_ref(), ..Arguments::default() };

@@ -1,14 +1,43 @@
 //! The engine where there is no GPU to count on: every backend of the CPU, layouts, and what is refused.
 
-use fa_core::Types;
+use fa_core::program::{Inputs, Program};
+use fa_core::{ScoreMod, Types};
 use std::num::NonZeroUsize;
 
 use fa_attn::{
-    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, KvRef,
-    Lengths, Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
+    Backend, BackwardTensors, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients,
+    Isa, KvRef, Lengths, Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16,
+    problem_of,
 };
 
 const PROBLEM: Problem = Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32).with_heads_q(4);
+
+/// Constants of a program decide when a problem is bound.
+#[test]
+fn a_band_and_a_cap_of_a_program_are_the_built_in_ones() {
+    let program = Program::parse("mask = 0 <= q + off - k < 9; score = 3.0 * tanh(s / 3.0);").unwrap();
+    let program = program.intern().unwrap();
+    let own = PROBLEM.with_mask(Mask::FULL).with_score(ScoreMod::NONE.with_program(Some(program)));
+    let named = PROBLEM.with_mask(Mask::causal_window(8)).with_score(ScoreMod::softcap(3.0));
+    let [q, k, v, dout] = tensors::<f32>(TensorLayout::Bshd);
+    let engine = Engine::with(Backend::Cpu(CpuOptions::default())).unwrap();
+    let inputs = Inputs::new(&program, Vec::new(), Vec::new()).unwrap();
+    let found = [own, named].map(|problem| {
+        let (forward, backward) = engine.bind_both(&problem, false).unwrap();
+        assert_eq!(forward.problem(), &problem);
+        let mut output = Output::new(&problem, TensorLayout::Bshd).unwrap();
+        let mut gradients = Gradients::new(&problem, TensorLayout::Bshd).unwrap();
+        let views = || [q.view("q").unwrap(), k.view("k").unwrap(), v.view("v").unwrap()];
+        // What the program reads is given, though nothing is.
+        let program = problem.score.program.map(|_| &inputs);
+        let tensors = ForwardTensors::of(views(), &mut output, Extras::NONE).unwrap();
+        forward.run(ForwardTensors { program, ..tensors }).unwrap();
+        let tensors = BackwardTensors::of(views(), &output, &dout, &mut gradients, Extras::NONE).unwrap();
+        backward.run(BackwardTensors { program, ..tensors }).unwrap();
+        (output.out.data, output.lse, gradients.dq.data, gradients.dk.data, gradients.dv.data)
+    });
+    assert_eq!(found[0], found[1]);
+}
 
 fn tensor<T: Element>(shape: [usize; 4], layout: TensorLayout, seed: f64) -> Tensor<T> {
     let [_, seqlen, heads, dim] = shape;

@@ -218,6 +218,35 @@ fn programs_read_tensors_and_numbers_and_give_gradients() -> Result<()> {
     Ok(())
 }
 
+/// By the values of scalars; an array that the program has beside them keeps its gradient.
+#[test]
+fn a_band_and_a_cap_are_the_built_in_ones() -> Result<()> {
+    let [q, k, v] = &vars([(2, 11, 4, 8), (2, 19, 2, 8), (2, 19, 2, 8)]);
+    let bias = &Var::from_tensor(&values((1, 1, 11, 19), 93))?;
+    let text = "scalar c: f32; scalar w: i32; mask = 0 <= q + off - k < w; score = c * tanh(s / c);";
+    let program = Program::new(text)?.with_scalar("c", 2.0).with_scalar("w", 5);
+    let named = Options::causal(SCALE).with_window_size_left(Some(4)).with_softcap(Some(2.0));
+    let out = attention(q, k, v, &Options::full(SCALE).with_program(Some(&program)))?;
+    assert_eq!(bits(&out)?, bits(&attention(q, k, v, &named)?)?);
+    let program = Program::new("k <= q + off")?;
+    let found = [
+        Options::full(SCALE).with_program(Some(&program)).with_bias(Some(bias)),
+        Options::causal(SCALE).with_bias(Some(bias)),
+    ];
+    let weights = &values((2, 11, 4, 8), 91);
+    let found = found.map(|options| {
+        let out = attention(q, k, v, &options)?;
+        gradients(&out, weights, &[q, k, v, bias])?.iter().map(bits).collect::<Result<Vec<_>>>()
+    });
+    let [own, named] = found;
+    assert_eq!(own?, named?);
+    Ok(())
+}
+
+fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
+    Ok(tensor.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
+}
+
 #[test]
 fn every_element_type_is_read() -> Result<()> {
     let (q, k) = (values((1, 6, 2, 8), 1), values((1, 40, 2, 8), 2));

@@ -278,6 +278,7 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
     });
     Inputs {
         problem: *problem,
+        computed: *problem,
         layout,
         q,
         k,

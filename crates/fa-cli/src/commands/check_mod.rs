@@ -1,14 +1,18 @@
 //! `fa check-mod`: what a mask or a modification of scores is, without computing attention.
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use fa_core::counted;
-use fa_core::program::{Deps, Inputs, Operations, Point, Program, ScoreClass, Tile, TileState, Type, Value};
-use fa_lab::shape::parse_pair;
+use fa_core::program::{
+    Deps, Inputs, Interned, Operations, OwnedInputs, Point, Program, ScoreClass, Tile, TileState, Type, Value,
+};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, counted};
+use fa_lab::shape::{parse_pair, whole};
 use serde::Serialize;
 
+use crate::programs;
+use crate::safetensors::TensorFile;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 
@@ -18,6 +22,7 @@ use crate::term::output;
   fa check-mod 'k <= q + off and q + off - k < 512' --seqlen 8192
   fa check-mod 'scalar w: i32; abs(q - k) <= w' --scalar w=64 --seqlen 1000 --tile 64x80
   fa check-mod 'array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k]' --json
+  fa check-mod 'array doc: i32[_]; doc[q] == doc[k] and k <= q' --inputs documents.safetensors --seqlen 8192
   fa check-mod 'scalar c: f32; c * tanh(s / c)' --header")]
 pub(crate) struct CheckModArgs {
     /// The program, as in docs/programs.md; - reads it from standard input
@@ -31,8 +36,15 @@ pub(crate) struct CheckModArgs {
     /// The value of a scalar (may be repeated); without one, tiles hold for every value
     #[arg(long, value_name = "NAME=VALUE")]
     pub scalar: Vec<String>,
+    /// A safetensors file whose tensors are the program's arrays and scalars, by their names; without one,
+    /// tiles hold for every value
+    #[arg(long, value_name = "FILE", conflicts_with = "draw")]
+    pub inputs: Option<PathBuf>,
+    /// Draw arrays and scalars with this seed, as those of timings are
+    #[arg(long, value_name = "SEED", value_parser = whole::<u64>)]
+    pub draw: Option<u64>,
     /// Print the header that kernels are compiled with, and nothing else
-    #[arg(long, conflicts_with_all = ["json", "seqlen", "tile", "scalar"])]
+    #[arg(long, conflicts_with_all = ["json", "seqlen", "tile", "scalar", "inputs", "draw"])]
     pub header: bool,
     /// Print one JSON object
     #[arg(long)]
@@ -59,6 +71,9 @@ struct Report {
 
 #[derive(Debug, Serialize)]
 struct MaskReport {
+    /// The mask that kernels have built in, where it is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    built_in: Option<Mask>,
     depends_on: Vec<&'static str>,
     operations: Counts,
     tiles: Tiles,
@@ -68,6 +83,9 @@ struct MaskReport {
 
 #[derive(Debug, Serialize)]
 struct ScoreReport {
+    /// The soft cap that kernels have built in, where it is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    softcap: Option<f64>,
     class: &'static str,
     depends_on: Vec<&'static str>,
     operations: Counts,
@@ -137,11 +155,12 @@ pub(crate) fn command(args: &CheckModArgs) -> anyhow::Result<Verdict> {
         args.program.clone()
     };
     let program = Program::parse(&text).map_err(|error| InputError::Usage(error.to_string()))?;
+    let program = program.intern().map_err(|error| InputError::Usage(error.to_string()))?;
     if args.header {
         output::print(&program.cuda())?;
         return Ok(Verdict::Good);
     }
-    let report = report(&program, args)?;
+    let report = report(program, args)?;
     if args.json {
         output::print_json(&report)?
     } else {
@@ -150,17 +169,40 @@ pub(crate) fn command(args: &CheckModArgs) -> anyhow::Result<Verdict> {
     Ok(Verdict::Good)
 }
 
-fn report(program: &Program, args: &CheckModArgs) -> Result<Report, InputError> {
-    let scalars = scalars(program, &args.scalar)?;
+fn report(program: Interned, args: &CheckModArgs) -> Result<Report, InputError> {
+    let mut scalars = scalars(&program, &args.scalar)?;
+    let (queries, keys) = args.seqlen;
+    let problem = Problem::square(1, queries, 1, 64, Mask::FULL, Dtype::Bf16)
+        .with_lengths(Lengths::uniform(1, queries, keys))
+        .with_score(ScoreMod::NONE.with_program(Some(program)));
+    let given = match (&args.inputs, args.draw) {
+        (Some(path), _) => Some(programs::read(&TensorFile::open(path)?, program, &problem, &scalars)?),
+        (None, Some(seed)) => OwnedInputs::drawn(&problem, seed),
+        (None, None) => None,
+    };
+    let given = given.map(|mut given| {
+        for (given, flag) in given.scalars.iter_mut().zip(&mut scalars) {
+            *given = *flag.get_or_insert(*given);
+        }
+        given
+    });
+    let inputs = given.as_ref().map(|given| given.view(&program)).transpose();
+    let inputs = inputs.map_err(|error| InputError::Usage(error.to_string()))?;
+    // Without a value a scalar is no number.
+    let known: Option<Vec<Value>> = scalars.iter().copied().collect();
+    let built_in = problem.with_mods_built_in(&known.unwrap_or_default());
+    let program = &program;
     let mask = program.mask().map(|mask| -> Result<MaskReport, InputError> {
         Ok(MaskReport {
+            built_in: Some(built_in.mask).filter(|mask| !mask.is_full()),
             depends_on: depends_on(program.deps(mask)),
             operations: Counts::of(program.operations(mask)),
-            tiles: tiles(program, args, &scalars)?,
-            intervals: intervals(program, args, &scalars),
+            tiles: tiles(program, args, &scalars, inputs.as_ref())?,
+            intervals: intervals(program, args, &scalars, inputs.as_ref()),
         })
     });
     let score = program.score().zip(program.slope()).map(|(score, slope)| ScoreReport {
+        softcap: built_in.score.softcap,
         class: program.class().map_or("none", ScoreClass::name),
         depends_on: depends_on(program.deps(score)),
         operations: Counts::of(program.operations(score)),
@@ -241,7 +283,12 @@ fn tile(args: &CheckModArgs, first_q: usize, first_k: usize) -> Tile {
     }
 }
 
-fn tiles(program: &Program, args: &CheckModArgs, scalars: &[Option<Value>]) -> Result<Tiles, InputError> {
+fn tiles(
+    program: &Program,
+    args: &CheckModArgs,
+    scalars: &[Option<Value>],
+    inputs: Option<&Inputs<'_>>,
+) -> Result<Tiles, InputError> {
     let ((sq, sk), (tile_q, tile_k)) = (args.seqlen, args.tile);
     let (rows, columns) = (sq.div_ceil(tile_q), sk.div_ceil(tile_k));
     if rows.saturating_mul(columns) > MOST_TILES {
@@ -250,7 +297,12 @@ fn tiles(program: &Program, args: &CheckModArgs, scalars: &[Option<Value>]) -> R
     }
     let mut found = Tiles { seqlen_q: sq, seqlen_k: sk, tile_q, tile_k, empty: 0, partial: 0, full: 0 };
     for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
-        match program.tile_state_of_any(scalars, &tile(args, row * tile_q, column * tile_k)) {
+        let tile = tile(args, row * tile_q, column * tile_k);
+        let state = match inputs {
+            Some(inputs) => program.tile_state(inputs, &tile),
+            None => program.tile_state_of_any(scalars, &tile),
+        };
+        match state {
             TileState::Empty => found.empty += 1,
             TileState::Partial => found.partial += 1,
             TileState::Full => found.full += 1,
@@ -259,10 +311,16 @@ fn tiles(program: &Program, args: &CheckModArgs, scalars: &[Option<Value>]) -> R
     Ok(found)
 }
 
-/// The keys of the first, middle and last query, where no array and no unknown scalar decides.
-fn intervals(program: &Program, args: &CheckModArgs, scalars: &[Option<Value>]) -> Vec<Row> {
+/// The keys of the first, middle and last query, where no unknown array or scalar decides.
+fn intervals(
+    program: &Program,
+    args: &CheckModArgs,
+    scalars: &[Option<Value>],
+    inputs: Option<&Inputs<'_>>,
+) -> Vec<Row> {
     let known: Option<Vec<Value>> = scalars.iter().copied().collect();
-    let inputs = known.and_then(|known| Inputs::new(program, Vec::new(), known).ok());
+    let of_scalars = || known.and_then(|known| Inputs::new(program, Vec::new(), known).ok());
+    let inputs = inputs.cloned().or_else(of_scalars);
     let (Some(inputs), (sq, sk)) = (inputs, args.seqlen) else { return Vec::new() };
     let mut queries = vec![0, sq / 2, sq - 1];
     queries.dedup();
@@ -281,7 +339,11 @@ fn shown(report: &Report) -> String {
     let list = |names: &[&str]| if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
     if let Some(mask) = &report.mask {
         let tiles = &mask.tiles;
-        let _ = writeln!(text, "\nmask\n  depends on  {}", list(&mask.depends_on));
+        let _ = writeln!(text, "\nmask");
+        if let Some(built_in) = mask.built_in {
+            let _ = writeln!(text, "  built in    {built_in}");
+        }
+        let _ = writeln!(text, "  depends on  {}", list(&mask.depends_on));
         let _ = writeln!(text, "  operations  {}", mask.operations.shown());
         let _ = writeln!(
             text,
@@ -304,7 +366,11 @@ fn shown(report: &Report) -> String {
         }
     }
     if let Some(score) = &report.score {
-        let _ = writeln!(text, "\nscore\n  class       {}", score.class);
+        let _ = writeln!(text, "\nscore");
+        if let Some(cap) = score.softcap {
+            let _ = writeln!(text, "  built in    soft cap of {cap}");
+        }
+        let _ = writeln!(text, "  class       {}", score.class);
         let _ = writeln!(text, "  depends on  {}", list(&score.depends_on));
         let _ = writeln!(text, "  operations  {}", score.operations.shown());
         let _ = writeln!(text, "  d / d s     {}", score.slope);

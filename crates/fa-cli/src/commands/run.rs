@@ -175,9 +175,9 @@ fn compute<T: Element + Stored>(
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
-    let calls = progress::spinner("getting ready", || Calls::bind(&engine, &problem, backward))?;
+    let calls = progress::spinner("getting ready", || Calls::bind(&engine, &inputs.computed, backward))?;
     let mut outputs = Outputs::new(inputs)?;
-    let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
+    let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&inputs.computed, work);
     let (forward_time, warm_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = calls.forward(inputs, &mut outputs)?;
         let warm_time =

@@ -1,6 +1,6 @@
 //! `fa check-mod`: what a program is, as text, as JSON and as a header.
 
-use crate::common::fa_args;
+use crate::common::{Dir, fa_args, text, write};
 
 #[test]
 fn masks_and_scores_are_described() {
@@ -29,6 +29,30 @@ fn masks_and_scores_are_described() {
     let known = fa_args(&known).json();
     assert_eq!(known["mask"]["tiles"]["empty"], 32 * 32 - 32 - 2 * 31);
     assert_eq!(known["mask"]["intervals"][1]["keys"][0][0], 2048 - 127);
+}
+
+#[test]
+fn arrays_are_tensors_of_a_file_or_drawn_and_what_is_built_in_is_said() {
+    let folder = Dir::new();
+    let file = folder.path("documents.safetensors");
+    let ids = (0..300).map(|at| f64::from(u8::from(at >= 100) + u8::from(at >= 160))).collect();
+    write(&file, &[("id", "I32", &[300], ids), ("w", "I32", &[1], vec![40.0])], &[]);
+    let program = "array id: i32[_]; scalar w: i32; mask = id[q] == id[k] and q - k < w;";
+    let line = ["check-mod", program, "--seqlen", "300", "--tile", "50", "--json"];
+    let with = |more: &[&str]| fa_args(&[&line, more].concat()).json();
+    let given = with(&["--inputs", text(&file)]);
+    assert_eq!(given["mask"]["intervals"][1]["keys"][0], serde_json::json!([111, 160]));
+    let wide = with(&["--inputs", text(&file), "--scalar", "w=300"]);
+    assert_eq!(wide["mask"]["intervals"][1]["keys"][0], serde_json::json!([100, 160]));
+    assert_eq!([&wide["mask"]["tiles"]["empty"], &wide["mask"]["tiles"]["full"]], [20, 9]);
+    assert_eq!(with(&[])["mask"]["tiles"]["partial"], 36);
+    assert_eq!(with(&["--draw", "1"])["mask"]["tiles"]["full"], 0);
+    let line = ["check-mod", "mask = k <= q; score = 20 * tanh(s / 20.0);", "--seqlen", "30x40"];
+    let shown = fa_args(&line).good();
+    assert!(shown.contains("built in    causal") && shown.contains("built in    soft cap of 20"), "{shown}");
+    let outcome = fa_args(&["check-mod", "array x: i32[_]; x[q] == k", "--inputs", text(&file)]);
+    assert_eq!(outcome.code, 2);
+    assert!(outcome.stderr.contains("'x'"), "{}", outcome.stderr);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::Mask;
 
 /// A mask that sees the keys from `low` to `high` places right of a query's diagonal, `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Band {
+pub(crate) struct Band {
     /// The first key that is seen.
     pub low: Option<i64>,
     /// The last key that is seen.
@@ -22,7 +22,7 @@ pub struct Band {
 impl Band {
     /// The mask that sees the same where diagonals lie `offset` keys right of the bottom-right alignment;
     /// `None` for a band that does not hold its diagonal.
-    pub fn mask(&self, offset: i64) -> Option<Mask> {
+    pub(crate) fn mask(&self, offset: i64) -> Option<Mask> {
         let side = |limit: Option<i64>| limit.map(u32::try_from).transpose().ok();
         let (left, right) = (side(self.low.map(|low| -low))?, side(self.high)?);
         Some(Mask::band(left, right).with_offset(offset))
@@ -62,7 +62,7 @@ impl Line {
 
 impl Program {
     /// The cap where the score is `cap * tanh(s / cap)`, with these values of the scalars.
-    pub fn softcap(&self, scalars: &[Value]) -> Option<f64> {
+    pub(crate) fn softcap(&self, scalars: &[Value]) -> Option<f64> {
         let Node::Binary(Binary::Mul, a, b) = self.node(self.score()?) else { return None };
         let tanh = |x: NodeId| {
             if let Node::Unary(Unary::Tanh, of) = self.node(x) { Some(of) } else { None }
@@ -88,7 +88,7 @@ impl Program {
 
     /// The band where the mask is one, with these values of the scalars: comparisons of `k - q`, or of
     /// `k - q - off`, with numbers, joined by `and`.
-    pub fn band(&self, scalars: &[Value]) -> Option<Band> {
+    pub(crate) fn band(&self, scalars: &[Value]) -> Option<Band> {
         let mut band: Option<Band> = None;
         let mut waiting = vec![self.mask()?];
         for _ in 0..MOST_COMPARED {
@@ -116,7 +116,7 @@ impl Program {
     }
 
     /// Whether results other than the mask name `off`.
-    pub fn counts_from_diagonal(&self) -> bool {
+    pub(crate) fn counts_from_diagonal(&self) -> bool {
         let mut needed = vec![false; self.nodes().len()];
         for root in [self.score(), self.weight()].into_iter().flatten() {
             needed[root.index()] = true;
@@ -135,7 +135,7 @@ impl Program {
     ///
     /// # Errors
     /// The limits, which the whole program is within.
-    pub fn without(&self, mask: bool, score: bool) -> Result<Option<Program>, ProgramError> {
+    pub(crate) fn without(&self, mask: bool, score: bool) -> Result<Option<Program>, ProgramError> {
         let made = || {
             let mut graph = Graph::new(self.arrays().to_vec(), self.scalars().to_vec());
             let s = graph.var(Var::S)?;

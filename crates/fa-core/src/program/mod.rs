@@ -54,7 +54,6 @@ mod whole;
 
 pub use affine::ScoreClass;
 pub use ahead::{Ahead, AheadForm};
-pub use built_in::Band;
 pub use cuda::{HEADER, WEIGHTS};
 pub use derive::Gradient;
 pub use error::{ProgramError, ProgramProblem};

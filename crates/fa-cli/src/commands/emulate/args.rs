@@ -13,7 +13,7 @@ use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// Flags that describe the problem alone.
-const OF_PROBLEM: [&str; 23] = [
+const OF_PROBLEM: [&str; 26] = [
     "seqlen",
     "batch",
     "lengths",
@@ -27,6 +27,9 @@ const OF_PROBLEM: [&str; 23] = [
     "dropout",
     "dropout_seed",
     "dropout_offset",
+    "mask_mod",
+    "score_mod",
+    "inputs",
     "heads",
     "headdim",
     "kv_descale",
@@ -116,6 +119,19 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     #[arg(requires = "dropout")]
     pub dropout_offset: u64,
+    /// A mask of your own, as in docs/programs.md, using the kernel's form with a program: of a band, too,
+    /// which fa run computes by the built-in one
+    #[arg(long, value_name = "TEXT")]
+    #[arg(requires = "spec")]
+    pub mask_mod: Option<String>,
+    /// A change of the scores of your own, likewise
+    #[arg(long, value_name = "TEXT")]
+    #[arg(requires = "spec")]
+    pub score_mod: Option<String>,
+    /// A safetensors file whose tensors are the program's arrays and scalars, by their names [default: drawn]
+    #[arg(long, value_name = "FILE", conflicts_with = "mutate")]
+    #[arg(requires = "spec")]
+    pub inputs: Option<PathBuf>,
     /// Query heads, and key/value heads if fewer
     #[arg(long, value_name = "Q[:KV]", default_value = "2")]
     #[arg(requires = "spec")]
@@ -244,6 +260,7 @@ Examples:
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
   fa emulate my.ron --kv-dtype e4m3 --kv-descale token_head       the kernel's form for caches of codes
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
+  fa emulate my.ron --mask-mod 'array d: i32[_]; d[q] == d[k]' --inputs documents.safetensors
   fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
   fa emulate --mutate                                      is the removal of each barrier noticed?
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use fa_core::program::{Interned, OwnedInputs};
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Problem, ScoreMod, Types};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
@@ -11,7 +12,9 @@ use fa_lab::grid::problem_of;
 use super::args::{EmulateArgs, Rows};
 use crate::attention::check_memory;
 use crate::flags::Seqlen;
-use crate::flags::mods::DropoutArgs;
+use crate::flags::mods::{DropoutArgs, ModArgs};
+use crate::programs;
+use crate::safetensors::TensorFile;
 use crate::term::failure::InputError;
 
 /// Queries and keys where nothing is said.
@@ -32,7 +35,7 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     spec.reads.varied |= spec.reads.paged || !args.lengths.is_empty();
     spec.score.alibi |= args.alibi.is_some();
     spec.score.sinks |= args.sinks;
-    let own = ScoreMod::NONE.with_program(spec.score.program);
+    let own = own_program(args, spec.score.program)?;
     spec.score.program = dropout(args).of(own).map_err(InputError::Usage)?.program;
     spec.split |= args.split;
     if let Some(dtype) = args.dtype {
@@ -56,6 +59,31 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     let named = shipped.and_then(|shipped| shipped.archs.first().copied());
     let arch = args.arch.or(named).unwrap_or(spec.kernel.family().archs()[0]);
     Ok((spec, arch))
+}
+
+/// The program of the spec, or of the flags.
+fn own_program(args: &EmulateArgs, of_spec: Option<Interned>) -> Result<ScoreMod, InputError> {
+    let (mask_mod, score_mod) = (args.mask_mod.clone(), args.score_mod.clone());
+    let given = ModArgs { mask_mod, score_mod, ..ModArgs::default() }.program().map_err(InputError::Usage)?;
+    if of_spec.is_some() && given.is_some() {
+        let message = "--mask-mod, --score-mod: SPEC has a program of its own, leave them out";
+        return Err(InputError::Usage(message.to_owned()));
+    }
+    Ok(ScoreMod::NONE.with_program(of_spec.or(given)))
+}
+
+/// What the problem's program reads: the file's tensors, or drawn.
+pub(super) fn inputs(args: &EmulateArgs, problem: &Problem) -> Result<Option<OwnedInputs>, InputError> {
+    match (&args.inputs, problem.score.program) {
+        (None, _) => Ok(OwnedInputs::drawn(problem, 1)),
+        (Some(path), Some(program)) => {
+            Ok(Some(programs::read(&TensorFile::open(path)?, program, problem, &[])?))
+        }
+        (Some(path), None) => {
+            let message = format!("--inputs {}: the kernel has no program that reads it", path.display());
+            Err(InputError::Usage(message))
+        }
+    }
 }
 
 /// The dropout that was asked for.

@@ -9,7 +9,7 @@ use fa_emu::sweep::SEEDS;
 use fa_emu::{Emulator, Options, Pace, Proof, Trial, Unit, timeline};
 
 use super::args::EmulateArgs;
-use super::case::case;
+use super::case::{self, case};
 use super::report::{Report, summary, text};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -24,10 +24,11 @@ pub(super) fn one(
 ) -> anyhow::Result<Verdict> {
     let case = case(args, spec)?;
     let problem = case.problem;
+    let program = case::inputs(args, &problem)?;
     let headers = args.headers()?;
     let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &headers))?;
     let trial = progress::spinner("computing in f64", || {
-        Trial::with(&problem, spec.kernel.pass(), case.placement, &case.extras)
+        Trial::with_inputs(&problem, spec.kernel.pass(), case.placement, &case.extras, program)
     });
     let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
     let mut runs = Vec::new();
