@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from . import _torch_doubles as doubles
+from . import _torch_composed as composed
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
@@ -482,11 +482,11 @@ def flex_attention(
         )
     wants_most = return_aux is not None and getattr(return_aux, "max_scores", False)
     own_mask = None if block_mask is None else _own_mask(block_mask, extents)
-    if doubles.is_double(query, key, value):
-        visible = None if own_mask is None else doubles.of_blocks(own_mask, extents, query.device)
+    if composed.is_composed(query, key, value):
+        visible = None if own_mask is None else composed.of_blocks(own_mask, extents, query.device)
         key, value = k.transpose(1, 2), v.transpose(1, 2)
-        change, scale = doubles.by_function(score_mod), number("scale", scale)
-        out, lse, most = doubles.attention(query, key, value, scale, change, visible)
+        change, scale = composed.by_function(score_mod), number("scale", scale)
+        out, lse, most = composed.attention(query, key, value, scale, change, visible)
     else:
         mods = None if own_mask is None else of_program(own_mask.program)
         if score_mod is not None:
@@ -641,8 +641,8 @@ def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gq
     # One head of keys is shared by all heads of queries.
     q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if doubles.is_double(query, key, value):
-        return _of_doubles(q, k, v, attn_mask, dropout_p, alignment, scale, extents)
+    if composed.is_composed(query, key, value):
+        return _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents)
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
     mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
@@ -650,19 +650,19 @@ def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gq
     return _attention(q, k, v, mods, scale, alignment is not None, offset)[0]
 
 
-def _of_doubles(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
-    """The same of float64, by torch's operations."""
+def _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
+    """The same by torch's operations."""
     if attn_mask is not None:
         attn_mask = broadcast("attn_mask", attn_mask, extents)
-        if attn_mask.dtype not in (torch.bool, torch.float64):
-            raise InputTypeError(f"attn_mask holds {attn_mask.dtype}: it must be bool or float64, as query")
+        if attn_mask.dtype not in (torch.bool, q.dtype):
+            raise InputTypeError(f"attn_mask holds {attn_mask.dtype}: it must be bool or {q.dtype}, as query")
     p = number("dropout_p", dropout_p) or 0.0
     if p:
         numbers_of(p)
     offset = {None: None, _TOP_LEFT: 0, _BOTTOM_RIGHT: extents.keys - extents.rows}[alignment]
-    change, visible = doubles.masked(attn_mask, offset, extents.rows, extents.keys, q.device)
+    change, visible = composed.masked(attn_mask, offset, extents.rows, extents.keys, q.device)
     tensors = (x.transpose(1, 2) for x in (q, k, v))
-    return doubles.attention(*tensors, number("scale", scale), change, visible, p)[0]
+    return composed.attention(*tensors, number("scale", scale), change, visible, p)[0]
 
 
 def _broadcast(query, key, value):

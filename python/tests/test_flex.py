@@ -513,5 +513,21 @@ def test_doubles_are_exact_and_differentiated_twice():
         assert got.dtype is torch.float64
     with pytest.raises(fa_attn.UnsupportedError, match="score_mod of float64: give a function"):
         flex_attention(q, k, v, "s * 2.0")
-    with pytest.raises(fa_attn.InputTypeError, match="attn_mask holds torch.float32: it must be bool or"):
+    with pytest.raises(
+        fa_attn.InputTypeError, match="attn_mask holds torch.float32: it must be bool or torch.float64"
+    ):
         scaled(q, k, v, torch.zeros(16, 16))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 0), (0, 0, 0, 0), (2, 0, 5, 4), (2, 4, 0, 8), (0, 4, 5, 8)])
+def test_tensors_without_elements_are_torchs(shape):
+    for columns in (8, 0):
+        q, k = (torch.zeros(shape, requires_grad=True) for _ in range(2))
+        v = draw(*shape[:3], columns).requires_grad_()
+        out = fa_attn.scaled_dot_product_attention(q, k, v)
+        # Without columns of keys all are seen alike.
+        want = v.mean(2, keepdim=True).expand(out.shape) if v.numel() else v
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(flex_attention(q, k, v), want)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]

@@ -1,5 +1,6 @@
-"""float64 for torch's functions of attention: by torch's operations, with all scores in memory and
-derivatives of every order, as checks of gradients need them."""
+"""What kernels do not compute for torch's functions of attention, by torch's operations: float64, with all
+scores in memory and derivatives of every order, as checks of gradients need them, and tensors without heads
+or columns."""
 
 from __future__ import annotations
 
@@ -11,23 +12,27 @@ from ._blocks import PARTIAL
 from ._core import UnsupportedError
 
 
-def is_double(*tensors):
-    return all(isinstance(x, torch.Tensor) and x.dtype is torch.float64 for x in tensors)
+def is_composed(query, key, value):
+    """Whether a call of torch's functions is computed here."""
+    for x in (query, key, value):
+        if not isinstance(x, torch.Tensor) or x.dim() < 3 or x.dtype is not query.dtype:
+            return False
+    return query.dtype is torch.float64 or 0 in (query.shape[-1], query.shape[-3], value.shape[-1])
 
 
 def attention(q, k, v, scale, change=None, visible=None, dropout_p=0.0):
     """(out, LSE, largest scores) of tensors (batch, heads, rows, columns). `change`: what scores become,
     `visible`: bool, broadcast to the scores."""
-    group = q.shape[1] // k.shape[1]
-    if group != 1:
+    group = q.shape[1] // max(k.shape[1], 1)
+    if group > 1:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.mT * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
     scores = scores if change is None else change(scores)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     if not scores.shape[-1]:
         nothing = q.new_full(q.shape[:-1], -math.inf)
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), nothing, nothing
+        return scores @ v, nothing, nothing
     largest = scores.detach().amax(-1, keepdim=True)
     top = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - top).exp()
