@@ -135,6 +135,8 @@ impl<'py> CallProgram<'py> {
             let start = lengths.max_q() as i64 - lengths.max_k() as i64;
             band.mask(if band.aligned { mask.offset } else { start })
         });
+        // Others no kernel has: causal from query 0 where there are more keys, as in the parts of a gather.
+        let band = band.filter(Mask::holds_offset);
         if band.is_none() && cap.is_none() {
             return Ok(whole);
         }
