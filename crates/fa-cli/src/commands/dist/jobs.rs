@@ -2,7 +2,7 @@
 
 use fa_core::lengths::Side;
 use fa_core::program::Program;
-use fa_core::{Alibi, DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_core::{Alibi, DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod};
 use fa_dist::{Error, Layout, Scheme, ShardPlan};
 use serde::{Deserialize, Serialize};
 
@@ -251,7 +251,8 @@ fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
         jobs.push(check(scored(causal, dropped), scheme));
     }
     // Distances that no corner of a part keeps.
-    jobs.push(check(scored(of(Mask::FULL), |score| score.with_alibi(Some(Alibi::PerHead))), Scheme::Gather));
+    let alibi = scored(of(Mask::FULL), |score| score.with_alibi(Some(Alibi::PerHead)));
+    jobs.push(Job { same_bits: false, ..check(alibi, Scheme::Gather) });
     for (queries, page) in [(1, Some(16)), (1, None), (3, Some(16)), (3, None)] {
         let sinks = scored(causal, |score| score.with_sinks(queries == 3));
         jobs.push(cached(sinks, (queries, keys), page, world));
