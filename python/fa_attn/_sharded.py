@@ -337,8 +337,8 @@ def stacked(function, axis):
 def check(dropout_p, **axes):
     if dropout_p != 0.0:
         raise UnsupportedError(
-            f"dropout_p is {dropout_p}: over several ranks it is computed by attention and ulysses_attention, "
-            "use these or leave it out"
+            f"dropout_p is {dropout_p}: over several ranks it is computed by attention and "
+            "ulysses_attention, use these or leave it out"
         )
     for name, (x, count) in axes.items():
         if not isinstance(x, torch.Tensor):

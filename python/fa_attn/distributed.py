@@ -178,8 +178,8 @@ def attention(
     weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
     `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
     gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
-    `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is the
-    first rank's where it is not given.
+    `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is
+    the first rank's where it is not given.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     world, rank = place(group)
@@ -527,8 +527,8 @@ def _sdpa_over_ranks(group, layout):
 def ContextParallel(seq_dim, attention_type, layout=None):
     """As the plan `_ContextParallel` of `torch.distributed.tensor.experimental._attention`, for
     `parallelize_module`: in the module's forward, whose tensors are this rank's rows, torch's
-    scaled_dot_product_attention sees the keys of all ranks. `layout`: how rows are dealt; without it as torch's
-    own `_cp_options.enable_load_balance` says."""
+    scaled_dot_product_attention sees the keys of all ranks. `layout`: how rows are dealt; without it as
+    torch's own `_cp_options.enable_load_balance` says."""
     from torch.distributed.tensor.parallel import ParallelStyle
 
     kind = getattr(attention_type, "value", attention_type)

@@ -325,7 +325,8 @@ def test_groups_of_some_ranks():
             q, k, v, dout = (own(x, layout=layout).clone().requires_grad_() for x in whole)
             out = call(q, k, v, group=group, layout=layout, **options)
             out.backward(dout.detach())
-            found = [distributed.unshard(x, group=group, layout=layout) for x in (out, q.grad, k.grad, v.grad)]
+            found = (out, q.grad, k.grad, v.grad)
+            found = [distributed.unshard(x, group=group, layout=layout) for x in found]
             if options is drop:
                 # All have the state of the group's first rank.
                 both = [torch.empty_like(found[0]) for _ in range(2)]
@@ -333,8 +334,10 @@ def test_groups_of_some_ranks():
                 assert torch.equal(*both)
             else:
                 near(found, alone(*whole, **options))
-    out = distributed.decode_attention(whole[0][:, -1:], *(own(x, layout="contiguous") for x in whole[1:3]), group=group)
-    torch.testing.assert_close(out, fa_attn.flash_attn_func(whole[0][:, -1:], *whole[1:3]), rtol=1e-4, atol=2e-5)
+    last, keys = whole[0][:, -1:], [own(x, layout="contiguous") for x in whole[1:3]]
+    out = distributed.decode_attention(last, *keys, group=group)
+    want = fa_attn.flash_attn_func(last, *whole[1:3])
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=2e-5)
 
 
 @ranks(2)

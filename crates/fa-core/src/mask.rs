@@ -108,6 +108,11 @@ impl Mask {
         [moved(self.left, self.offset.saturating_neg()), moved(self.right, self.offset)]
     }
 
+    /// Whether the window's limits hold the offset, as kernels need: no side is negative.
+    pub fn holds_offset(&self) -> bool {
+        self.limits().into_iter().flatten().all(|limit| limit >= 0)
+    }
+
     /// Whether every key is visible whatever the lengths.
     pub const fn is_full(&self) -> bool {
         self.left.is_none() && self.right.is_none()
@@ -403,6 +408,12 @@ mod tests {
     #[test]
     fn an_offset_moves_the_limits_and_text_has_it_where_there_is_one() {
         assert_eq!(Mask::CAUSAL.with_offset(4).limits(), [None, Some(4)]);
+        let held =
+            [Mask::FULL.with_offset(-9), Mask::CAUSAL.with_offset(4), Mask::window(3, 2).with_offset(3)];
+        assert!(held.iter().all(Mask::holds_offset));
+        assert!(
+            !Mask::CAUSAL.with_offset(-1).holds_offset() && !Mask::window(3, 2).with_offset(4).holds_offset()
+        );
         assert_eq!(Mask::window(3, 2).with_offset(5).limits(), [Some(-2), Some(7)]);
         assert_eq!(Mask::window(3, 2).with_offset(i64::MIN).limits(), [Some(i64::MAX), Some(i64::MIN + 2)]);
         assert!(!Mask::CAUSAL.with_offset(1).is_causal() && Mask::FULL.with_offset(1).is_full());

@@ -10,7 +10,8 @@ mod rank;
 
 use std::sync::Arc;
 
-use fa_attn::device::{DeviceBackward, DeviceForward, Half};
+use fa_attn::device::args::KvElement;
+use fa_attn::device::{DeviceBackward, DeviceForward, Half, Stored};
 use fa_core::{KernelSpec, Pass};
 use fa_kernels::cudarc::driver::CudaStream;
 
@@ -89,11 +90,12 @@ impl DeviceAttention {
     ///
     /// # Errors
     /// [`Error::Tensor`], [`Error::PeerLost`], [`Error::Nccl`], and those of launches.
-    pub fn forward<T: Half>(
+    pub fn forward<T: Half, K: Stored + KvElement>(
         &mut self,
-        tensors: &mut DeviceForward<T>,
+        tensors: &mut DeviceForward<T, K, T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
+        self.check_types::<T, K>()?;
         let placed = [
             ("q", Buffer::Q, tensors.q.placement.shape),
             ("k", Buffer::K, tensors.k.placement.shape),
@@ -112,7 +114,7 @@ impl DeviceAttention {
             extras: raw.extras,
             ..Given::default()
         };
-        self.check_extras(&given, false)?;
+        self.plan.check_extras(&given.extras.inputs, Pass::Forward)?;
         launch(&mut self.rank, &self.forward, given, stream)
     }
 
@@ -128,6 +130,7 @@ impl DeviceAttention {
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
+        self.check_types::<T, T>()?;
         self.check(&[
             ("q", Buffer::Q, forward.q.placement.shape),
             ("k", Buffer::K, forward.k.placement.shape),
@@ -160,7 +163,11 @@ impl DeviceAttention {
             dlse: raw.extras.inputs.dlse.unwrap_or(0),
             extras: raw.extras,
         };
-        self.check_extras(&given, true)?;
+        self.plan.check_extras(&given.extras.inputs, Pass::BACKWARD)?;
+        if self.plan.problem().score.sinks && raw.extras.dsinks.is_none() {
+            let (got, need) = ("not given".to_owned(), format!("{} elements", self.plan.problem().heads_q));
+            return Err(Error::Tensor { tensor: "dsinks", got, need });
+        }
         launch(&mut self.rank, prepared, given, stream)
     }
 
@@ -176,10 +183,16 @@ impl DeviceAttention {
         Ok(())
     }
 
-    fn check_extras(&self, given: &Given, is_backward: bool) -> Result<(), Error> {
-        let inputs = &given.extras.inputs;
-        let starts = inputs.cu_seqlens_q.is_some() || inputs.cu_seqlens_k.is_some();
-        self.plan.check_extras(starts, inputs.dlse.is_some(), is_backward)
+    /// Whether elements are of the problem's types: launches by addresses do not see them.
+    fn check_types<T: KvElement, K: KvElement>(&self) -> Result<(), Error> {
+        let types = self.plan.problem().types;
+        let of_q = ("q", types.q, T::holds(types.q), T::name());
+        for (tensor, need, is_held, got) in [of_q, ("k", types.kv, K::holds(types.kv), K::name())] {
+            if !is_held {
+                return Err(Error::Tensor { tensor, got, need: need.to_string() });
+            }
+        }
+        Ok(())
     }
 
     fn check_lse(&self, got: usize) -> Result<(), Error> {

@@ -6,7 +6,7 @@ use fa_core::program::{Inputs, Interned};
 use fa_core::{Pass, Strides};
 use fa_cpu::merge::{add_sinks, merge_row};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{Arguments, CpuError, Element, Extras, TensorMut, TensorRef};
+use fa_cpu::{Arguments, CpuError, Element, Extras, KvRef, TensorMut, TensorRef};
 
 use crate::error::Error;
 use crate::moved;
@@ -44,6 +44,8 @@ wire!(half::bf16);
 /// A buffer in host memory.
 enum Slot<'a, T> {
     Read(TensorRef<'a, T>),
+    /// A cache of codes.
+    Codes(TensorRef<'a, u8>),
     Write(TensorMut<'a, T>),
     ReadF32(&'a [f32]),
     WriteF32(&'a mut [f32]),
@@ -81,6 +83,7 @@ impl<'a, T: Wire> HostMemory<'a, T> {
         let strides = match slot {
             Slot::Read(tensor) => tensor.strides(),
             Slot::Write(tensor) => tensor.strides(),
+            Slot::Codes(tensor) => tensor.strides(),
             Slot::ReadF32(_) | Slot::WriteF32(_) | Slot::Own(_) | Slot::OwnF32(_) => strides(shape),
         };
         let mut number = 0;
@@ -114,6 +117,7 @@ impl<'a, T: Wire> HostMemory<'a, T> {
             Slot::ReadF32(data) => self.each(view, |_, at| values.push(data[at])),
             Slot::WriteF32(data) => self.each(view, |_, at| values.push(data[at])),
             Slot::OwnF32(data) => self.each(view, |_, at| values.push(data[at])),
+            Slot::Codes(_) => unreachable!("programs read codes by kernels"),
         }
         values
     }
@@ -133,7 +137,22 @@ impl<'a, T: Wire> HostMemory<'a, T> {
             Slot::Own(data) => pairs.for_each(|(at, value)| data[at] = T::from_f32(*value)),
             Slot::WriteF32(data) => pairs.for_each(|(at, value)| data[at] = *value),
             Slot::OwnF32(data) => pairs.for_each(|(at, value)| data[at] = *value),
-            Slot::Read(_) | Slot::ReadF32(_) => unreachable!("programs do not write inputs"),
+            Slot::Read(_) | Slot::Codes(_) | Slot::ReadF32(_) => {
+                unreachable!("programs do not write inputs")
+            }
+        }
+    }
+
+    /// The codes of a cache.
+    fn codes(&self, view: &View) -> Option<TensorRef<'_, u8>> {
+        match &self.slots[&view.buffer].1 {
+            Slot::Codes(tensor) => Some(*tensor),
+            Slot::Read(_)
+            | Slot::Write(_)
+            | Slot::ReadF32(_)
+            | Slot::WriteF32(_)
+            | Slot::Own(_)
+            | Slot::OwnF32(_) => None,
         }
     }
 
@@ -148,7 +167,7 @@ impl<'a, T: Wire> HostMemory<'a, T> {
             Slot::ReadF32(data) => data,
             Slot::WriteF32(data) => data,
             Slot::OwnF32(data) => data,
-            Slot::Read(_) | Slot::Write(_) | Slot::Own(_) => &[],
+            Slot::Read(_) | Slot::Codes(_) | Slot::Write(_) | Slot::Own(_) => &[],
         }
     }
 
@@ -170,7 +189,7 @@ impl<T: Wire> HostMemory<'_, T> {
                 T::to_bytes(&data[piece.offset / size..][..piece.bytes / size])
             }
             Slot::OwnF32(data) => f32::to_bytes(&data[piece.offset / 4..][..piece.bytes / 4]),
-            Slot::Read(_) | Slot::Write(_) | Slot::ReadF32(_) | Slot::WriteF32(_) => {
+            Slot::Read(_) | Slot::Codes(_) | Slot::Write(_) | Slot::ReadF32(_) | Slot::WriteF32(_) => {
                 unreachable!("programs send their own memory")
             }
         }
@@ -202,6 +221,7 @@ struct HostEngine<'a, T> {
 /// The extras of a part: those of its heads, and its own starts.
 fn part_extras<'a>(extras: &Extras<'a>, part: &'a Part) -> Extras<'a> {
     let mut own = *extras;
+    own.alibi_slopes = own.alibi_slopes.filter(|_| part.problem.score.alibi.is_some());
     own.alibi_slopes = own.alibi_slopes.and_then(|slopes| slopes.get(part.heads.clone()));
     own.sinks = own.sinks.filter(|_| part.problem.score.sinks);
     own.sinks = own.sinks.and_then(|sinks| sinks.get(part.heads.clone()));
@@ -217,13 +237,12 @@ fn part_program<'a>(
     part: &Part,
     given: &Arguments<'a>,
 ) -> Result<Option<Inputs<'a>>, CpuError> {
-    match (program, part.problem.score.program) {
-        (Some(whole), Some(own)) => Ok(Some(moved::host((&whole, &own), &part.places, given.program)?)),
-        (None, _) | (_, None) if given.program.is_some() => {
-            Err(CpuError::Extra { name: "program", asked: false })
-        }
-        (None, _) | (_, None) => Ok(None),
+    if program.is_none() && given.program.is_some() {
+        return Err(CpuError::Extra { name: "program", asked: false });
     }
+    let Some(own) = part.problem.score.program else { return Ok(None) };
+    let programs = (program.as_deref(), &*own);
+    Ok(Some(moved::host(programs, &part.places, given.program, given.extras.alibi_slopes)?))
 }
 
 impl<T: Wire> Engine for HostEngine<'_, T> {
@@ -265,9 +284,18 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 memory.write_f32(to, &values);
             }
             Op::Forward { part, q, k, v, out, lse } => {
-                let inputs = [q, k, v].map(|view| (memory.shape(view), memory.read(view)));
-                let [q, k, v] = [0, 1, 2].map(|i| packed("input", &inputs[i].1, inputs[i].0));
-                let (q, k, v) = (q?, k?, v?);
+                let views = [q, k, v];
+                let inputs = views.map(|view| match memory.codes(view) {
+                    Some(_) => Vec::new(),
+                    None => memory.read(view),
+                });
+                let of = |i: usize| -> Result<KvRef<'_, T>, CpuError> {
+                    Ok(match memory.codes(views[i]) {
+                        Some(codes) => KvRef::Codes(codes),
+                        None => KvRef::Same(packed("input", &inputs[i], memory.shape(views[i]))?),
+                    })
+                };
+                let (q, k, v) = (of(0)?, of(1)?, of(2)?);
                 let shape = memory.shape(out);
                 let mut values = vec![T::from_f32(0.0); shape.iter().product()];
                 let mut own = vec![0.0f32; memory.lse(lse).len()];
@@ -278,9 +306,9 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                     tiled::Options::default(),
                     &part.problem,
                     arguments,
-                    &q,
-                    &k,
-                    &v,
+                    q,
+                    k,
+                    v,
                     &mut packed_mut("out", &mut values, shape)?,
                     Some(&mut own),
                 )?;
@@ -380,6 +408,13 @@ fn packed_mut<'a, T>(
     TensorMut::packed(name, values, shape, fa_core::TensorLayout::Bshd)
 }
 
+fn slot<T>(kv: KvRef<'_, T>) -> Slot<'_, T> {
+    match kv {
+        KvRef::Same(tensor) => Slot::Read(tensor),
+        KvRef::Codes(tensor) => Slot::Codes(tensor),
+    }
+}
+
 /// One rank's part of a sharded problem, on the CPU.
 ///
 /// ```
@@ -463,6 +498,39 @@ impl<X: HostTransport> HostAttention<X> {
         lse: &mut [f32],
         extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
+        self.forward_of(q, [KvRef::Same(k), KvRef::Same(v)], out, lse, extras.into())
+    }
+
+    /// [`HostAttention::forward`] of a decode on the rank's cache of codes.
+    ///
+    /// # Errors
+    /// As [`HostAttention::forward`].
+    pub fn forward_on_codes<'e, T: Wire>(
+        &mut self,
+        q: TensorRef<'_, T>,
+        [k, v]: [TensorRef<'_, u8>; 2],
+        out: &mut TensorMut<'_, T>,
+        lse: &mut [f32],
+        extras: impl Into<Arguments<'e>>,
+    ) -> Result<(), Error> {
+        self.forward_of(q, [KvRef::Codes(k), KvRef::Codes(v)], out, lse, extras.into())
+    }
+
+    fn forward_of<T: Wire>(
+        &mut self,
+        q: TensorRef<'_, T>,
+        [k, v]: [KvRef<'_, T>; 2],
+        out: &mut TensorMut<'_, T>,
+        lse: &mut [f32],
+        extras: Arguments<'_>,
+    ) -> Result<(), Error> {
+        let types = self.plan.problem().types;
+        for (tensor, kv) in [("k", &k), ("v", &v)] {
+            if kv.codes().is_some() != types.kv.is_code() {
+                let got = if kv.codes().is_some() { "codes" } else { "no codes" };
+                return Err(Error::Tensor { tensor, got: got.to_owned(), need: types.kv.to_string() });
+            }
+        }
         let program = self.plan.program(self.rank, Pass::Forward)?;
         let given = [("q", Buffer::Q, q.shape()), ("k", Buffer::K, k.shape()), ("v", Buffer::V, v.shape())];
         self.check(&given)?;
@@ -470,12 +538,12 @@ impl<X: HostTransport> HostAttention<X> {
         self.check_lse("lse", lse.len())?;
         let slots = vec![
             (Buffer::Q, Slot::Read(q)),
-            (Buffer::K, Slot::Read(k)),
-            (Buffer::V, Slot::Read(v)),
+            (Buffer::K, slot(k)),
+            (Buffer::V, slot(v)),
             (Buffer::Out, Slot::Write(out.reborrow())),
             (Buffer::Lse, Slot::WriteF32(lse)),
         ];
-        self.run((&program, false), slots, extras.into())
+        self.run((&program, false), slots, extras)
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
@@ -539,8 +607,7 @@ impl<X: HostTransport> HostAttention<X> {
         slots: Vec<(Buffer, Slot<'a, T>)>,
         given: Arguments<'a>,
     ) -> Result<(), Error> {
-        let starts = given.extras.cu_seqlens_q.is_some() || given.extras.cu_seqlens_k.is_some();
-        self.plan.check_extras(starts, given.extras.dlse.is_some(), is_backward)?;
+        self.plan.check_extras(&given.extras, if is_backward { Pass::BACKWARD } else { Pass::Forward })?;
         let memory = HostMemory::new(program, slots);
         let program_of_all = self.plan.problem().score.program;
         let transport = &mut self.transport;

@@ -1,8 +1,11 @@
 //! Programs of masks and scores in the parts of a problem: there queries, keys and heads have the numbers
 //! that they have in the whole, by scalars of their own, so that all parts have one kernel.
 
-use fa_core::program::{ArrayView, InputError, Inputs, Interned, Program, Value, Var};
-use fa_kernels::launch::RawProgram;
+use fa_core::ScoreMod;
+use fa_core::program::{
+    ArrayData, ArrayView, InputError, Inputs, Interned, Program, ProgramError, Value, Var,
+};
+use fa_kernels::launch::{RawArray, RawProgram};
 
 /// A variable of a part, and the number that it has in the whole, or begins at.
 pub(crate) type Place = (Var, i32);
@@ -22,11 +25,41 @@ fn scalar(var: Var) -> Option<(&'static str, bool)> {
     }
 }
 
-/// `program` with `vars` as they are in the whole.
+/// The array of ALiBi's slopes in programs that compute it.
+const SLOPES: &str = "fa_slopes";
+
+/// ALiBi by distances in the whole, behind the soft cap.
+fn slopes(score: &ScoreMod) -> Result<Program, ProgramError> {
+    let capped = match score.softcap {
+        Some(cap) => format!("{cap:?} * tanh(s / {cap:?})"),
+        None => "s".to_owned(),
+    };
+    Program::parse(&format!(
+        "array {SLOPES}: f32[_];\nscore = {capped} - {SLOPES}[h] * f32(abs(q + off - k));"
+    ))
+}
+
+/// The program of parts: ALiBi, where `sloped` is the score that has it so, then `program`, with `vars` as
+/// they are in the whole.
 ///
 /// # Errors
 /// A program that leaves no room for the scalars, or a process with too many: what is said of it.
-pub(crate) fn moved(program: &Program, vars: &[Var]) -> Result<Interned, String> {
+pub(crate) fn moved(
+    sloped: Option<&ScoreMod>,
+    program: Option<&Program>,
+    vars: &[Var],
+) -> Result<Interned, String> {
+    let slopes = sloped.map(slopes).transpose().map_err(|error| error.to_string())?;
+    let joined = match (slopes, program) {
+        (Some(slopes), Some(program)) => slopes.with(program).map_err(|error| error.to_string())?,
+        (Some(own), None) => own,
+        (None, Some(program)) => program.clone(),
+        (None, None) => return Err("there is none".to_owned()),
+    };
+    as_in_the_whole(&joined, vars)
+}
+
+fn as_in_the_whole(program: &Program, vars: &[Var]) -> Result<Interned, String> {
     let (mut declared, mut text, mut word) = (String::new(), String::new(), String::new());
     let mut used = Vec::new();
     let mut end = |word: &mut String, text: &mut String| {
@@ -58,7 +91,7 @@ pub(crate) fn moved(program: &Program, vars: &[Var]) -> Result<Interned, String>
 
 /// The scalars of a moved program, from those of the `whole` one that the caller gives.
 fn scalars<T: Copy>(
-    (whole, moved): (&Program, &Program),
+    (whole, moved): (Option<&Program>, &Program),
     places: &[Place],
     given: &[T],
     number: impl Fn(i32) -> T,
@@ -66,38 +99,67 @@ fn scalars<T: Copy>(
     let own = |name: &str| {
         let of = |(var, value): &Place| Some((scalar(*var)?.0 == name).then(|| number(*value)));
         let place = places.iter().find_map(|place| of(place).flatten());
-        let index = || whole.scalars().iter().position(|scalar| scalar.name == name);
+        let index = || whole?.scalars().iter().position(|scalar| scalar.name == name);
         place.or_else(|| given.get(index()?).copied())
     };
     moved.scalars().iter().filter_map(|scalar| own(&scalar.name)).collect()
 }
 
-/// What a part's program is given on the CPU.
+/// The arrays of a moved program, from those of the `whole` one and the slopes.
+fn arrays<T: Clone>((whole, moved): (Option<&Program>, &Program), given: &[T], slopes: Option<T>) -> Vec<T> {
+    let own = |name: &str| {
+        let index = || whole?.arrays().iter().position(|array| array.name == name);
+        if name == SLOPES { slopes.clone() } else { given.get(index()?).cloned() }
+    };
+    moved.arrays().iter().filter_map(|array| own(&array.name)).collect()
+}
+
+/// What a part's program is given on the CPU: of the whole problem's what is given, and ALiBi's slopes.
 ///
 /// # Errors
 /// What does not fit the whole problem's program.
 pub(crate) fn host<'a>(
-    programs: (&Program, &Program),
+    programs: (Option<&Program>, &Program),
     places: &[Place],
     given: Option<&Inputs<'a>>,
+    slopes: Option<&'a [f32]>,
 ) -> Result<Inputs<'a>, InputError> {
     let none: Vec<ArrayView<'a>> = Vec::new();
-    let given = match given {
-        Some(given) => Inputs::new(programs.0, given.arrays().to_vec(), given.scalars().to_vec())?,
-        None => Inputs::new(programs.0, none, Vec::new())?,
+    let given = match (programs.0, given) {
+        (Some(whole), Some(given)) => {
+            Some(Inputs::new(whole, given.arrays().to_vec(), given.scalars().to_vec())?)
+        }
+        (Some(whole), None) => Some(Inputs::new(whole, none, Vec::new())?),
+        (None, _) => None,
     };
-    let scalars = scalars(programs, places, given.scalars(), Value::I32);
-    Inputs::new(programs.1, given.arrays().to_vec(), scalars)
+    let (own_arrays, own_scalars) =
+        given.as_ref().map_or((&[][..], &[][..]), |given| (given.arrays(), given.scalars()));
+    let slopes = slopes.map(|slopes| ArrayView {
+        data: ArrayData::F32(slopes),
+        strides: [1, 0, 0, 0],
+        extents: [slopes.len() as i32, 1, 1, 1],
+    });
+    let scalars = scalars(programs, places, own_scalars, Value::I32);
+    Inputs::new(programs.1, arrays(programs, own_arrays, slopes), scalars)
 }
 
-/// The same on a GPU, by addresses.
+/// The same on a GPU, by addresses; `slopes`: that of the slopes, and how many they are.
 pub(crate) fn device(
-    programs: (&Program, &Program),
+    programs: (Option<&Program>, &Program),
     places: &[Place],
     given: Option<RawProgram>,
+    slopes: Option<(u64, usize)>,
 ) -> RawProgram {
-    let mut raw = given.unwrap_or_default();
-    let own = scalars(programs, places, &raw.scalars, |value| value as u32);
+    let given = given.unwrap_or_default();
+    let slopes = slopes.map(|(address, heads)| RawArray {
+        address,
+        strides: [1, 0, 0, 0],
+        extents: [heads as i32, 1, 1, 1],
+    });
+    let mut raw = RawProgram::default();
+    let own = arrays(programs, &given.arrays, slopes);
+    raw.arrays.iter_mut().zip(own).for_each(|(to, array)| *to = array);
+    let own = scalars(programs, places, &given.scalars, |value| value as u32);
     raw.scalars.iter_mut().zip(own).for_each(|(to, value)| *to = value);
     raw
 }
@@ -111,7 +173,7 @@ mod tests {
         let text = "array hq: f32[_, _];\nscalar k_q: i32;\nmask = q - k < k_q;\n\
                     score = s + hq[h, sq - q] * 1e-3;";
         let program = Program::parse(text).unwrap();
-        let found = moved(&program, &[Var::Q, Var::K, Var::Sq, Var::H]).unwrap();
+        let found = moved(None, Some(&program), &[Var::Q, Var::K, Var::Sq, Var::H]).unwrap();
         assert_eq!(found.arrays(), program.arrays());
         let names: Vec<&str> = found.scalars().iter().map(|scalar| scalar.name.as_str()).collect();
         assert_eq!(names.len(), 5, "{names:?}");
@@ -121,7 +183,7 @@ mod tests {
         }
         let places = [(Var::Q, 5), (Var::K, 7), (Var::Sq, 40), (Var::H, 2)];
         let given = [9];
-        let own = scalars((&program, &found), &places, &given, |value| value);
+        let own = scalars((Some(&program), &found), &places, &given, |value| value);
         let named: Vec<(&str, i32)> = names.into_iter().zip(own).collect();
         for pair in [("fa_part_q", 5), ("fa_part_k", 7), ("fa_part_sq", 40), ("fa_part_h", 2), ("k_q", 9)] {
             assert!(named.contains(&pair), "{named:?} has no {pair:?}");

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fa_core::lengths::SideRows;
 use fa_core::program::{Interned, Var};
-use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
+use fa_core::{Alibi, Extra, Extras, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
@@ -113,8 +113,9 @@ impl ShardPlan {
         };
         plan.deal(layout);
         plan.check()?;
-        if let Some(program) = problem.score.program {
-            let found = moved(&program, plan.variables());
+        if plan.has_own_slopes() || problem.score.program.is_some() {
+            let slopes = plan.has_own_slopes().then_some(&problem.score);
+            let found = moved(slopes, problem.score.program.as_deref(), plan.variables());
             plan.program =
                 Some(found.map_err(|why| plan.refused(format!("its program: {why}"), "use one GPU"))?);
         }
@@ -176,12 +177,29 @@ impl ShardPlan {
         self.scheme == Scheme::Decode && self.problem.lengths.k().used
     }
 
+    /// Whether parts compute ALiBi by programs: kernels count distances from the corner of the last row and
+    /// key, where a causal mask keeps the diagonal.
+    fn has_own_slopes(&self) -> bool {
+        let Mask { right, offset, .. } = self.problem.mask;
+        let has_corner = match self.scheme {
+            Scheme::Gather => right == Some(0) && offset == 0,
+            Scheme::Ring => false,
+            Scheme::Ulysses | Scheme::Decode => true,
+        };
+        self.problem.score.alibi.is_some() && !has_corner
+    }
+
+    /// Whether parts have a program, which sees the numbers of the whole.
+    pub(crate) fn has_program(&self) -> bool {
+        self.program.is_some()
+    }
+
     /// What a part's program sees otherwise than the part: those of the whole.
     fn variables(&self) -> &'static [Var] {
         match self.scheme {
-            Scheme::Gather => &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off],
+            Scheme::Gather | Scheme::Ring => &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off],
             Scheme::Ulysses => &[Var::H, Var::Hk],
-            Scheme::Ring | Scheme::Decode => &[],
+            Scheme::Decode => &[],
         }
     }
 
@@ -238,20 +256,21 @@ impl ShardPlan {
             }
         }
         let (score, types) = (self.problem.score, self.problem.types);
-        if types != Types::same(types.q) {
-            return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
+        let kinds = if self.is_cache() { types.with_kv(types.q) } else { types };
+        if kinds != Types::same(types.q) {
+            let instead = "use one type for all tensors, or decode on caches of codes with lengths in use";
+            return refuse(format!("tensors of several types ({types:?})"), instead);
         }
         if score.program.is_some() {
             let what = if score.dropout.is_some() { "dropout" } else { "a program of masks or scores" };
             match (self.scheme, &self.starts) {
-                (Scheme::Ulysses, _) | (Scheme::Gather, None) => {}
+                (Scheme::Ulysses, _) | (Scheme::Gather | Scheme::Ring, None) => {}
                 // Rows are counted in each sequence.
-                (Scheme::Gather, Some(_)) => {
+                (Scheme::Gather | Scheme::Ring, Some(_)) => {
                     return refuse(format!("{what}, of packed sequences"), "use ulysses");
                 }
-                // A call's rows may be two ranges of the sequence.
-                (Scheme::Ring | Scheme::Decode, _) => {
-                    return refuse(what.to_owned(), "use gather or ulysses");
+                (Scheme::Decode, _) => {
+                    return refuse(what.to_owned(), "use gather, ulysses or ring");
                 }
             }
         }
@@ -259,14 +278,14 @@ impl ShardPlan {
             (Some(Alibi::PerSequenceHead), _) => {
                 return refuse("slopes of each sequence".to_owned(), "use slopes of heads alone");
             }
-            (Some(Alibi::PerHead), Scheme::Ring | Scheme::Decode) => {
-                return refuse("ALiBi".to_owned(), "use gather or ulysses");
+            (Some(Alibi::PerHead), Scheme::Decode) => {
+                return refuse("ALiBi".to_owned(), "use gather, ulysses or ring");
             }
-            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) || offset != 0 => {
-                let what = "ALiBi without a causal mask, or with an offset".to_owned();
-                return refuse(what, "use ulysses, or a causal mask");
+            (Some(Alibi::PerHead), Scheme::Gather) if self.has_own_slopes() && self.starts.is_some() => {
+                let what = "ALiBi of packed sequences without a causal mask".to_owned();
+                return refuse(what, "use ulysses or ring, or a causal mask");
             }
-            (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses) | (None, _) => {}
+            (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses | Scheme::Ring) | (None, _) => {}
         }
         let (rows, keys) = self.len();
         let seeing = || self.block(0..rows, 0..keys).map_or(0, |block| block.rows.len());
@@ -343,8 +362,8 @@ impl ShardPlan {
     pub fn descriptor(&self) -> String {
         let problem = &self.problem;
         format!(
-            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?} \
-             dlse {}",
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {} {:?} \
+             {:?} {:?} dlse {}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),
@@ -358,7 +377,9 @@ impl ShardPlan {
             problem.head_dim,
             problem.head_dim_v,
             problem.types.q,
+            problem.types.kv,
             problem.mask,
+            problem.descales,
             problem.softmax_scale,
             problem.score,
             self.has_dlse,
@@ -374,8 +395,10 @@ impl ShardPlan {
         let own =
             |rows, heads, dim| Shape { batch, rows, heads, dim, cell: Cell::Own, order: TensorLayout::Bshd };
         if let (true, Buffer::K | Buffer::V) = (self.is_cache(), buffer) {
-            let dim = if buffer == Buffer::K { head_dim } else { head_dim_v };
-            return Shape { batch: check::k_shape(&self.problem)[0], ..own(keys, heads_kv, dim) };
+            // In elements of codes, of which a byte may have two.
+            let of = if buffer == Buffer::K { check::k_shape } else { check::v_shape };
+            let [batch, _, heads, dim] = of(&self.problem);
+            return Shape { batch, ..own(keys, heads, dim) };
         }
         match buffer {
             Buffer::Q | Buffer::Dq => own(queries, heads_q, head_dim),
@@ -414,10 +437,20 @@ impl ShardPlan {
         (self.queries.len(), self.keys.len())
     }
 
-    /// Whether a call may have these extras.
-    pub(crate) fn check_extras(&self, starts: bool, dlse: bool, is_backward: bool) -> Result<(), Error> {
+    /// Whether a call of a pass may have these extras, and has those that it needs.
+    pub(crate) fn check_extras<I32, F32>(&self, given: &Extras<I32, F32>, pass: Pass) -> Result<(), Error> {
         let refuse = |what: &str, instead: &str| Err(self.refused(what.to_owned(), instead));
-        let wants_dlse = self.has_dlse && is_backward;
+        let wants_dlse = self.has_dlse && pass.is_backward();
+        let (starts, dlse) =
+            (given.cu_seqlens_q.is_some() || given.cu_seqlens_k.is_some(), given.dlse.is_some());
+        for (extra, value) in given.as_ref().entries() {
+            let is_known = matches!(extra, Extra::CuSeqlensQ | Extra::CuSeqlensK) && self.starts.is_some();
+            let need = extra.need(&self.problem, pass).filter(|need| !need.is_optional && !is_known);
+            if let (Some(need), None) = (need, value) {
+                let (got, need) = ("not given".to_owned(), format!("{} elements", need.len));
+                return Err(Error::Tensor { tensor: extra.name(), got, need });
+            }
+        }
         match (starts && self.starts.is_some(), dlse, wants_dlse) {
             (true, ..) => refuse("cu_seqlens of a call", "leave them out: the plan knows the starts"),
             (false, true, false) => refuse(
@@ -439,8 +472,8 @@ impl ShardPlan {
         }
     }
 
-    /// The problem of a kernel's call between rows and keys, of packed sequences that begin at `starts` among
-    /// them.
+    /// The problem of a kernel's call between rows and keys of the whole, of packed sequences that begin at
+    /// `starts` among them.
     pub(crate) fn part(
         &self,
         (rows, keys): (&Range<usize>, &Range<usize>),
@@ -484,7 +517,13 @@ impl ShardPlan {
         let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
         // What is merged gets its sinks then.
         let sinks = problem.score.sinks && !matches!(self.scheme, Scheme::Ring | Scheme::Decode);
-        let score = problem.score.with_sinks(sinks).with_program(self.program).with_dropout(None);
+        let score = problem.score.with_sinks(sinks).with_dropout(None);
+        // Rows and keys that are packed sequences of a rank's own end where its diagonals do.
+        let score = match (self.has_own_slopes(), &starts) {
+            (false, _) => score.with_program(self.program),
+            (true, None) => score.with_alibi(None).with_softcap(None).with_program(self.program),
+            (true, Some(_)) => score,
+        };
         let (rows, keys) = self.len();
         let number = |var: Var| match var {
             Var::S | Var::B => 0,
@@ -496,7 +535,7 @@ impl ShardPlan {
             Var::Sk => keys as i64,
             Var::Off => keys as i64 - rows as i64 + self.problem.mask.offset,
         };
-        let places = self.variables().iter().filter(|_| self.program.is_some());
+        let places = self.variables().iter().filter(|_| score.program.is_some());
         let places = places.map(|var| (*var, number(*var) as i32)).collect();
         Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
     }

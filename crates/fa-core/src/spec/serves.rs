@@ -280,7 +280,7 @@ fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
     if offset != 0 && problem.score.alibi.is_some() {
         return refuse("ALiBi with query_offset = 0");
     }
-    if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
+    if !problem.mask.holds_offset() {
         return refuse("offsets up to left and from -right, by which no side of the window is negative");
     }
     Ok(())

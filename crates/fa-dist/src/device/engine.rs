@@ -115,10 +115,14 @@ impl DeviceEngine<'_> {
         }
         extras.inputs.sinks = extras.inputs.sinks.filter(|_| part.problem.score.sinks);
         let shift = 4 * part.heads.start as u64;
+        let slopes = extras.inputs.alibi_slopes.zip(self.prepared.slopes);
+        extras.inputs.alibi_slopes =
+            extras.inputs.alibi_slopes.filter(|_| part.problem.score.alibi.is_some());
         extras.inputs.alibi_slopes = extras.inputs.alibi_slopes.map(|address| address + shift);
         extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
-        if let (Some(whole), Some(own)) = (self.prepared.whole, part.problem.score.program) {
-            extras.program = Some(moved::device((&whole, &own), &part.places, extras.program));
+        if let Some(own) = part.problem.score.program {
+            let programs = (self.prepared.whole.as_deref(), &*own);
+            extras.program = Some(moved::device(programs, &part.places, extras.program, slopes));
         }
         extras
     }

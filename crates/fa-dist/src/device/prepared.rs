@@ -26,6 +26,8 @@ pub(super) struct Prepared {
     pub(super) program: Program,
     /// The whole problem's program of masks and scores.
     pub(super) whole: Option<Interned>,
+    /// How many slopes of ALiBi the whole problem has.
+    pub(super) slopes: Option<usize>,
     pub(super) kernels: Vec<Kernel>,
     /// Starts of the packed queries and keys of steps that have their own.
     pub(super) starts: Vec<Option<[Memory; 2]>>,
@@ -82,7 +84,8 @@ impl Prepared {
         let events = events.collect::<Result<Vec<_>, Error>>()?;
         let (begun, ended) = (event()?, event()?);
         let whole = plan.problem().score.program;
-        Ok(Prepared { program, whole, kernels, starts, scratch, workspace, events, begun, ended })
+        let slopes = plan.problem().score.alibi.map(|_| plan.problem().heads_q);
+        Ok(Prepared { program, whole, slopes, kernels, starts, scratch, workspace, events, begun, ended })
     }
 
     /// Bytes of the program's own memory.

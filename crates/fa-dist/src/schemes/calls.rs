@@ -16,6 +16,8 @@ pub(crate) struct Call {
     pub rows: Range<usize>,
     /// Keys, by their owner's own numbers.
     pub keys: Range<usize>,
+    /// The first of both in the whole, where programs see that.
+    pub first: (usize, usize),
     /// The mask between them.
     pub mask: Mask,
     /// Where sequences begin among these rows and these keys, where several are packed.
@@ -25,7 +27,9 @@ pub(crate) struct Call {
 impl Call {
     /// Its problem.
     pub(crate) fn part(&self, plan: &ShardPlan, heads: &Range<usize>, kv_heads: usize) -> Part {
-        plan.part((&self.rows, &self.keys), (self.mask, &self.starts), heads, kv_heads)
+        let whole = |first: usize, own: &Range<usize>| first..first + own.len();
+        let (rows, keys) = (whole(self.first.0, &self.rows), whole(self.first.1, &self.keys));
+        plan.part((&rows, &keys), (self.mask, &self.starts), heads, kv_heads)
     }
 
     /// The same for some of its rows, of which each sees a key; of sequences that are not packed.
@@ -33,8 +37,9 @@ impl Call {
         let inside = rows.start - self.rows.start..rows.end - self.rows.start;
         let cut = block(self.mask, (self.rows.len(), self.keys.len()), inside, 0..self.keys.len(), 1)?;
         let moved = |range: Range<usize>, by: usize| range.start + by..range.end + by;
+        let first = (self.first.0 + cut.rows.start, self.first.1 + cut.keys.start);
         let (rows, keys) = (moved(cut.rows, self.rows.start), moved(cut.keys, self.keys.start));
-        Some(Call { rows, keys, mask: cut.mask, starts: None })
+        Some(Call { rows, keys, first, mask: cut.mask, starts: None })
     }
 }
 
@@ -43,19 +48,23 @@ pub(crate) fn calls(plan: &ShardPlan, rows: &[Placed], owner: usize) -> Vec<Call
     let keys = plan.keys().placed(owner);
     // Both of a rank's ranges in one: the first is wholly before the second.
     let is_square = plan.len().0 == plan.len().1 && plan.starts().is_none();
-    if plan.problem().mask.is_causal() && is_square && rows == keys {
+    // A program counts rows and keys of one range.
+    if plan.problem().mask.is_causal() && is_square && rows == keys && !plan.has_program() {
         let all = 0..rows.iter().map(|placed| placed.range.len()).sum();
-        return vec![Call { rows: all.clone(), keys: all, mask: Mask::CAUSAL, starts: None }];
+        return vec![Call { rows: all.clone(), keys: all, first: (0, 0), mask: Mask::CAUSAL, starts: None }];
     }
     let mut calls: Vec<Call> = Vec::new();
     for keys in &keys {
         for rows in rows {
             let Some(block) = plan.block(rows.range.clone(), keys.range.clone()) else { continue };
+            let first = (block.rows.start, block.keys.start);
             let (rows, keys) = (rows.locals(&block.rows), keys.locals(&block.keys));
-            calls.push(Call { rows, keys, mask: block.mask, starts: block.starts });
+            calls.push(Call { rows, keys, first, mask: block.mask, starts: block.starts });
         }
     }
-    while let Some((first, second, joined)) = joinable(&calls) {
+    while !plan.has_program()
+        && let Some((first, second, joined)) = joinable(&calls)
+    {
         calls.remove(second);
         calls[first] = joined;
     }
@@ -71,16 +80,24 @@ fn joinable(calls: &[Call]) -> Option<(usize, usize, Call)> {
             if first >= second || !is_plain(a) || !is_plain(b) {
                 continue;
             }
-            let (mask, starts) = (Mask::FULL, None);
+            let (place, mask, starts) = (a.first, Mask::FULL, None);
             if a.keys == b.keys
                 && let Some(rows) = meet(&a.rows, &b.rows)
             {
-                return Some((first, second, Call { rows, keys: a.keys.clone(), mask, starts }));
+                return Some((
+                    first,
+                    second,
+                    Call { rows, keys: a.keys.clone(), first: place, mask, starts },
+                ));
             }
             if a.rows == b.rows
                 && let Some(keys) = meet(&a.keys, &b.keys)
             {
-                return Some((first, second, Call { rows: a.rows.clone(), keys, mask, starts }));
+                return Some((
+                    first,
+                    second,
+                    Call { rows: a.rows.clone(), keys, first: place, mask, starts },
+                ));
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::thread;
 
 use fa_core::lengths::Side;
-use fa_core::{Dtype, Lengths, Mask, Pass, Problem, TensorLayout, Types};
+use fa_core::{DescaleForm, Descales, Dtype, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::compare::compare;
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef, check, reference};
@@ -427,6 +427,82 @@ fn decode_takes_the_cache_of_each_rank() {
     assert!(refused(Scheme::Gather).contains("keys in pages of 4 rows: use decode, or pack"));
 }
 
+/// Caches of codes: each rank's beside one process that has all of them in a row.
+#[test]
+fn decode_takes_caches_of_codes() {
+    let (most, used) = (12, [[12, 3], [5, 0], [9, 1]]);
+    for codes in [Dtype::E4m3, Dtype::Int8, Dtype::Int4] {
+        let types = Types::same(Dtype::Bf16).with_kv(codes);
+        let form = DescaleForm::SequenceHead;
+        let of = |keys: usize| {
+            let lengths = Lengths::of(2, Side::padded(1), Side::padded(keys).with_used());
+            let plain = problem(2, (1, keys), (4, 2), Mask::CAUSAL).with_head_dim(32).with_head_dim_v(32);
+            plain.with_types(types).with_descales(Descales::new(form, form)).with_lengths(lengths)
+        };
+        let (local, whole) = (of(most), of(most * used.len()));
+        let plan = ShardPlan::new(&local, used.len(), Scheme::Decode, Layout::Contiguous).unwrap();
+        let q = values::<half::bf16>(2 * 4 * 32, 1);
+        let shape = check::k_shape(&local);
+        // Bytes that are numbers of every type.
+        let bytes = |seed: u64| -> Vec<u8> {
+            let count = shape.iter().product();
+            values::<f32>(count, seed).into_iter().map(|x| (x.abs() * 64.0) as u8 + 16).collect()
+        };
+        let caches: Vec<[Vec<u8>; 2]> =
+            (0..used.len() as u64).map(|rank| [bytes(10 + rank), bytes(20 + rank)]).collect();
+        let descales = [0.25, 0.5, 0.125, 0.0625];
+        let given = |used| Extras {
+            seqused_k: Some(used),
+            k_descale: Some(&descales),
+            v_descale: Some(&descales),
+            ..Extras::NONE
+        };
+        let found = MemoryTransport::run(used.len(), &MemoryOptions::default(), |transport| {
+            let mut own = HostAttention::new(&plan, transport)?;
+            let rank = own.rank();
+            let [k, v] = caches[rank].each_ref().map(|cache| view(cache, shape));
+            let (mut out, mut lse) = (vec![half::bf16::ZERO; q.len()], vec![0.0; 8]);
+            let (q, to) = (view(&q, [2, 1, 4, 32]), &mut view_mut(&mut out, [2, 1, 4, 32]));
+            let refused = own.forward([q, q, q], to, &mut lse, &given(&used[rank])).unwrap_err().to_string();
+            assert!(refused.contains("k is no codes, the plan needs"), "{refused}");
+            own.forward_on_codes(q, [k, v], to, &mut lse, &given(&used[rank]))?;
+            Ok::<_, Error>((out, lse))
+        });
+        let width = shape[2] * shape[3];
+        let all = [0, 1].map(|which| {
+            let mut all = vec![0; 2 * most * used.len() * width];
+            for b in 0..2 {
+                let mut row = b * most * used.len();
+                for (rank, own) in used.iter().enumerate() {
+                    let count = own[b] as usize;
+                    let from = &caches[rank][which][b * most * width..][..count * width];
+                    all[row * width..][..from.len()].copy_from_slice(from);
+                    row += count;
+                }
+            }
+            all
+        });
+        let [k, v] = all.each_ref().map(|all| view(all, check::k_shape(&whole)));
+        let lengths = [0, 1].map(|b| used.iter().map(|own| own[b]).sum());
+        let q = view(&q, [2, 1, 4, 32]);
+        let exact = reference::forward_extras(&whole, &given(&lengths), &q, &k, &v).unwrap();
+        for (out, lse) in found.into_iter().map(Result::unwrap) {
+            let near = |own: f64, exact: &f64| (own - exact).abs() < 0.02 * (1.0 + exact.abs());
+            assert!(out.iter().zip(&exact.out).all(|(own, exact)| near(own.to_f64(), exact)), "{codes}");
+            assert!(lse.iter().zip(&exact.lse).all(|(own, exact)| near(f64::from(*own), exact)), "{codes}");
+        }
+        let refused = ShardPlan::new(
+            &problem(1, (1, 40), (4, 2), Mask::CAUSAL).with_types(types),
+            2,
+            Scheme::Decode,
+            Layout::Contiguous,
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(refused.contains("decode on caches of codes with lengths in use"), "{refused}");
+    }
+}
+
 #[test]
 fn ulysses_takes_packed_sequences() {
     let starts = [0, 5, 5, 30, 41];
@@ -482,7 +558,8 @@ fn packed_sequences_are_dealt_as_one() {
                     for world in [1, 2, 3, 4] {
                         let is_refused = scheme == Scheme::Ulysses && world == 3
                             || problem.score.alibi.is_some()
-                                && (scheme == Scheme::Ring || mask == Mask::FULL && scheme == Scheme::Gather);
+                                && mask == Mask::FULL
+                                && scheme == Scheme::Gather;
                         match ShardPlan::packed(&problem, starts, world, scheme, layout) {
                             Ok(plan) => {
                                 assert!(!is_refused);
@@ -546,9 +623,15 @@ fn slopes_and_sinks_go_with_their_heads() {
     let square = problem(1, (40, 40), (4, 2), Mask::CAUSAL);
     let score = square.score.with_alibi(Some(fa_core::Alibi::PerHead));
     let extras = Extras { alibi_slopes: Some(&slopes), ..Extras::NONE };
-    let alibi = square.with_score(score);
-    assert_eq!(plans(&alibi, 2).len(), 4);
-    plans(&alibi, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
+    for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(9, 5), Mask::CAUSAL.with_offset(-2)] {
+        for score in [score, score.with_softcap(Some(2.0))] {
+            let alibi = square.with_score(score).with_mask(mask);
+            assert_eq!(plans(&alibi, 2).len(), 6);
+            for plan in [plans(&alibi, 2), plans(&alibi, 3)].concat() {
+                check_plan::<f32>(&plan, &extras, Order::Listed);
+            }
+        }
+    }
     let sinks = square.with_score(square.score.with_sinks(true));
     let extras = Extras { sinks: Some(&slopes), ..Extras::NONE };
     plans(&sinks, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
@@ -597,7 +680,8 @@ fn programs_see_the_numbers_of_the_whole() {
                 for world in [1, 2, 3, 4] {
                     let all = plans(&problem, world);
                     assert!(all.iter().any(|plan| plan.scheme() == Scheme::Gather));
-                    assert!(all.iter().all(|plan| plan.scheme() != Scheme::Ring && !plan.same_bits()));
+                    assert!(all.iter().any(|plan| plan.scheme() == Scheme::Ring));
+                    assert!(all.iter().all(|plan| !plan.same_bits()));
                     for plan in all {
                         check_plan::<f32>(&plan.with_tiles(8, 8), given, Order::Listed);
                     }
@@ -648,12 +732,19 @@ fn programs_that_ranks_do_not_compute_are_refused() {
     let refused = |problem: &Problem, scheme| {
         ShardPlan::new(problem, 2, scheme, Layout::Zigzag).unwrap_err().to_string()
     };
-    assert!(refused(&own, Scheme::Ring).contains("a program of masks or scores: use gather or ulysses"));
-    assert!(refused(&square.with_score(dropped), Scheme::Ring).contains("dropout: use gather or ulysses"));
+    let decode =
+        |problem: Problem| refused(&problem.with_lengths(Lengths::uniform(1, 1, 40)), Scheme::Decode);
+    assert!(decode(own).contains("a program of masks or scores: use gather, ulysses or ring"));
+    assert!(decode(square.with_score(dropped)).contains("dropout: use gather, ulysses or ring"));
     let packed = own.with_lengths(lengths);
-    let plan = ShardPlan::packed(&packed, &[0, 20, 40], 2, Scheme::Gather, Layout::Zigzag);
-    let refused = plan.unwrap_err().to_string();
-    assert!(refused.contains("a program of masks or scores, of packed sequences: use ulysses"), "{refused}");
+    for scheme in [Scheme::Gather, Scheme::Ring] {
+        let refused =
+            ShardPlan::packed(&packed, &[0, 20, 40], 2, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(
+            refused.contains("a program of masks or scores, of packed sequences: use ulysses"),
+            "{refused}"
+        );
+    }
     let learned = of("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];");
     let plan = ShardPlan::new(&learned, 2, Scheme::Gather, Layout::Zigzag).unwrap();
     let refused = plan.program(0, Pass::BACKWARD).unwrap_err().to_string();
@@ -665,6 +756,26 @@ fn programs_that_ranks_do_not_compute_are_refused() {
     let inputs = inputs::<f32>(&square);
     let refused = rank(&plan, alone, Order::Listed, &inputs, &Extras::NONE).unwrap_err().to_string();
     assert!(refused.contains("1") && !refused.contains("fa_part"), "{refused}");
+}
+
+#[test]
+fn what_a_call_leaves_out_is_named() {
+    let square = problem(1, (40, 40), (4, 2), Mask::CAUSAL);
+    let inputs = inputs::<f32>(&square);
+    let score = square.score;
+    for (score, part) in [
+        (score.with_sinks(true), "sinks is not given, the plan needs 4 elements"),
+        (
+            score.with_alibi(Some(fa_core::Alibi::PerHead)),
+            "alibi_slopes is not given, the plan needs 4 elements",
+        ),
+    ] {
+        for plan in plans(&square.with_score(score), 1) {
+            let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+            let refused = rank(&plan, alone, Order::Listed, &inputs, &Extras::NONE).unwrap_err().to_string();
+            assert!(refused.contains(part), "{refused}");
+        }
+    }
 }
 
 #[test]

@@ -135,9 +135,6 @@ pub(crate) struct CheckArgs {
     /// Runs of every shape, whose bits have to be equal
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = runs)]
     pub repeat: usize,
-    /// Only shapes whose line has this text, as packed, sinks, program or ring; no rank fails then
-    #[arg(long, value_name = "TEXT")]
-    pub only: Option<String>,
 }
 
 /// `fa dist check` and `fa dist bench`.
@@ -152,6 +149,9 @@ pub(crate) struct RunArgs {
     /// Fewer shapes
     #[arg(long)]
     pub quick: bool,
+    /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
     /// Print JSON lines
     #[arg(long)]
     pub json: bool,

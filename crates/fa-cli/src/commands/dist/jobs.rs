@@ -2,7 +2,7 @@
 
 use fa_core::lengths::Side;
 use fa_core::program::Program;
-use fa_core::{Alibi, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod};
+use fa_core::{Alibi, DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod};
 use fa_dist::{Error, Layout, Scheme, ShardPlan};
 use serde::{Deserialize, Serialize};
 
@@ -99,6 +99,8 @@ impl Job {
             (self.starts.is_some(), "packed"),
             (keys.used && self.problem.lengths.page().is_none(), "in-use"),
             (self.problem.lengths.page().is_some(), "paged"),
+            (self.problem.types.kv == Dtype::E4m3, "e4m3"),
+            (self.problem.types.kv == Dtype::Int8, "int8"),
             (score.sinks, "sinks"),
             (score.alibi.is_some(), "alibi"),
             (score.program.is_some() && score.dropout.is_none(), "program"),
@@ -240,7 +242,7 @@ fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
         jobs.push(Job { dlse: true, ..sinks });
     }
     jobs.push(packed(check(of(Mask::FULL), Scheme::Ring)));
-    for scheme in [Scheme::Gather, Scheme::Ulysses] {
+    for scheme in ALL {
         jobs.push(check(scored(causal, |score| score.with_alibi(Some(Alibi::PerHead))), scheme));
         jobs.push(check(with_program(of(Mask::FULL), MASKED), scheme));
         jobs.push(Job { dlse: true, ..check(with_program(causal, CHANGED), scheme) });
@@ -248,9 +250,18 @@ fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
             |score: ScoreMod| Dropout::new(0.2, 7, 11).and_then(|own| own.of(score)).unwrap_or(score);
         jobs.push(check(scored(causal, dropped), scheme));
     }
+    // Distances that no corner of a part keeps.
+    let alibi = scored(of(Mask::FULL), |score| score.with_alibi(Some(Alibi::PerHead)));
+    jobs.push(Job { same_bits: false, ..check(alibi, Scheme::Gather) });
     for (queries, page) in [(1, Some(16)), (1, None), (3, Some(16)), (3, None)] {
         let sinks = scored(causal, |score| score.with_sinks(queries == 3));
         jobs.push(cached(sinks, (queries, keys), page, world));
+    }
+    let form = DescaleForm::SequenceHead;
+    for (codes, page) in [(Dtype::E4m3, Some(16)), (Dtype::Int8, None)] {
+        let types = causal.types.with_kv(codes);
+        let coded = causal.with_types(types).with_descales(Descales::new(form, form));
+        jobs.push(cached(coded, (1, keys), page, world));
     }
     jobs
 }
@@ -318,7 +329,7 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
         jobs.push(packed(job(causal(65_536, (32, 8)), scheme, Kind::Bench { iterations: 3 })));
     }
     let masked = with_program(causal(32_768, (32, 8)), DOCUMENTS);
-    for scheme in [Scheme::Gather, Scheme::Ulysses] {
+    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
         jobs.push(job(masked, scheme, Kind::Bench { iterations: 3 }));
     }
     if !quick {

@@ -21,6 +21,14 @@ fn views(tensors: &Tensors<f32>) -> Result<[TensorRef<'_, f32>; 4], Error> {
     Ok([view(0)?, view(1)?, view(2)?, view(3)?])
 }
 
+fn codes_of<'a>(
+    tensors: &Tensors<f32>,
+    codes: &'a [Vec<u8>; 2],
+    i: usize,
+) -> Result<TensorRef<'a, u8>, Error> {
+    Ok(TensorRef::packed("codes", &codes[i], tensors.shapes[1 + i], TensorLayout::Bshd)?)
+}
+
 /// Zeros for O, LSE and, where there is a backward, the gradients.
 fn room(tensors: &Tensors<f32>, backward: bool) -> Found<f32> {
     let [batch, rows, heads, _] = tensors.shapes[3];
@@ -42,7 +50,14 @@ fn alone(job: &Job, whole: &Tensors<f32>) -> Result<Found<f32>, Error> {
     let [q, k, v, dout] = views(whole)?;
     let mut to = room(whole, job.backward);
     let mut out = view_mut(&mut to.out, whole.shapes[3])?;
-    tiled::forward_extras(options, problem, given(false), &q, &k, &v, &mut out, Some(&mut to.lse))?;
+    let lse = Some(to.lse.as_mut_slice());
+    match whole.codes() {
+        None => tiled::forward_extras(options, problem, given(false), &q, &k, &v, &mut out, lse)?,
+        Some(codes) => {
+            let [k, v] = [codes_of(whole, &codes, 0)?, codes_of(whole, &codes, 1)?];
+            tiled::forward_extras(options, problem, given(false), &q, &k, &v, &mut out, lse)?;
+        }
+    }
     if let [dq, dk, dv] = to.gradients.as_mut_slice() {
         let out = TensorRef::packed("out", &to.out, whole.shapes[3], TensorLayout::Bshd)?;
         let inputs = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
@@ -65,7 +80,14 @@ fn passes(
     let given = |backward: bool| tensors.arguments(program.as_ref(), backward);
     let [q, k, v, dout] = views(tensors)?;
     let mut to = room(tensors, backward);
-    own.forward([q, k, v], &mut view_mut(&mut to.out, tensors.shapes[3])?, &mut to.lse, given(false))?;
+    let (mut out, lse) = (view_mut(&mut to.out, tensors.shapes[3])?, &mut to.lse);
+    match tensors.codes() {
+        None => own.forward([q, k, v], &mut out, lse, given(false))?,
+        Some(codes) => {
+            let kv = [codes_of(tensors, &codes, 0)?, codes_of(tensors, &codes, 1)?];
+            own.forward_on_codes(q, kv, &mut out, lse, given(false))?;
+        }
+    }
     if let [dq, dk, dv] = to.gradients.as_mut_slice() {
         let out = TensorRef::packed("out", &to.out, tensors.shapes[3], TensorLayout::Bshd)?;
         let inputs = BackwardInputs { q, k, v, out, lse: &to.lse, dout };
@@ -108,7 +130,7 @@ fn answers(number: usize, job: &Job, world: usize, deadline: Duration) -> Result
 pub(super) fn check_on_cpu(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
     let (world, deadline) = (args.ranks, Duration::from_secs(args.deadline));
-    let mut jobs = named(checks_in_memory(world, args.quick, repeat), given.only.as_deref())?;
+    let mut jobs = named(checks_in_memory(world, args.quick, repeat), args.only.as_deref())?;
     let mut good = true;
     let refused = |job: &Job| job.plan(&job.problem, world).err();
     for (job, why) in jobs.iter().filter_map(|job| Some((job, refused(job)?))) {
@@ -124,7 +146,7 @@ pub(super) fn check_on_cpu(given: &CheckArgs) -> anyhow::Result<Verdict> {
         }
         good &= judge(job, &found, args.json)?;
     }
-    if world > 1 && given.only.is_none() {
+    if world > 1 && args.only.is_none() {
         let plain = |job: &&Job| job.problem.mask != fa_core::Mask::FULL && job.words().is_empty();
         for job in jobs.iter().filter(plain) {
             good &= ends(job, args)?;

@@ -176,7 +176,7 @@ fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
 pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
     find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
-    let jobs = named(checks(args.ranks, args.quick, repeat), given.only.as_deref())?;
+    let jobs = named(checks(args.ranks, args.quick, repeat), args.only.as_deref())?;
     let mut good = true;
     let whole = answers(&jobs, args, |number, found| {
         good &= judge(&jobs[number], found, args.json)?;
@@ -185,7 +185,7 @@ pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     if !whole {
         return Ok(Verdict::Bad);
     }
-    let faults = args.ranks < 2 || given.only.is_some() || (killed(args)? & disagreeing(args)?);
+    let faults = args.ranks < 2 || args.only.is_some() || (killed(args)? & disagreeing(args)?);
     Ok(if good && faults { Verdict::Good } else { Verdict::Bad })
 }
 
@@ -309,7 +309,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message.to_owned()).into());
     }
     find_gpus(args.ranks, "")?;
-    let jobs = benches(args.quick);
+    let jobs = named(benches(args.quick), args.only.as_deref())?;
     let mut header = !args.json;
     let whole = answers(&jobs, args, |number, found| {
         if args.json {

@@ -114,6 +114,33 @@ fn upload(
     Ok(OnGpu { forward, backward })
 }
 
+/// A forward on a cache of codes, of one GPU (`bound`) or of a rank.
+fn on_codes(
+    gpu: &Gpu,
+    host: &Tensors<bf16>,
+    bound: Option<&Bound>,
+    attention: Option<&mut DeviceAttention>,
+) -> Result<Found<bf16>, Error> {
+    let (stream, of) = (&gpu.stream, host.shapes);
+    let codes = host.codes().unwrap_or_default();
+    let q = TensorRef::packed("q", &host.values[0], of[0], TensorLayout::Bshd)?;
+    let [k, v] = [1, 2].map(|i| TensorRef::packed("codes", &codes[i - 1], of[i], TensorLayout::Bshd));
+    let placement = Placement::packed(of[3], TensorLayout::Bshd);
+    let workspace = bound.map_or(0, Bound::workspace_bytes);
+    let mut tensors: DeviceForward<bf16, u8, bf16> =
+        DeviceForward::upload_with(stream, &host.problem, workspace, &q, [&k?, &v?], placement)?;
+    tensors.extras = DeviceExtras::upload(stream, host.arguments(None, false))?;
+    if let Some(Bound::Forward(forward)) = bound {
+        tensors.run(forward, stream)?;
+    }
+    if let Some(attention) = attention {
+        attention.forward(&mut tensors, stream)?;
+        attention.rank().wait(stream)?;
+    }
+    let output = tensors.read(stream)?;
+    Ok(Found { out: output.out, lse: output.lse, gradients: Vec::new(), dsinks: Vec::new() })
+}
+
 fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answer), Error> {
     let mut problem = job.problem;
     if job.odd_rank == Some(own) {
@@ -153,7 +180,14 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
     }
 
     let whole = Tensors::whole(job);
-    let mut mine = upload(&gpu, &whole.of_rank(job, &plan, own), None, job.backward)?;
+    let host = whole.of_rank(job, &plan, own);
+    if host.problem.types.kv.is_code() {
+        let found = repeated(job.repeat, &mut answer, |_| on_codes(&gpu, &host, None, Some(&mut attention)))?;
+        let one = on_codes(&gpu, &whole, Some(&bound), None)?;
+        found.judge(&whole.rows_of(&one, &plan, own), &mut answer);
+        return Ok((attention.into_rank(), answer));
+    }
+    let mut mine = upload(&gpu, &host, None, job.backward)?;
     let alone = || upload(&gpu, &whole, Some((&bound, bound_backward.as_ref())), job.backward);
     let stream = gpu.stream.clone();
     match job.kind {

@@ -87,6 +87,9 @@ impl<T: Element> Tensors<T> {
         extras.sinks = extras.sinks.map(|_| numbers(6));
         extras.alibi_slopes =
             extras.alibi_slopes.map(|_| numbers(7).iter().map(|x| 0.01 * x.abs()).collect());
+        // Codes stand for values up to 8 or 80.
+        let smaller = |descales: Vec<f32>| descales.iter().map(|own| 0.05 * own).collect();
+        (extras.k_descale, extras.v_descale) = (extras.k_descale.map(smaller), extras.v_descale.map(smaller));
         let rows = shapes[3][..3].iter().product();
         extras.dlse = job.dlse.then(|| self::values(rows, 8));
         Tensors { problem, values, shapes, extras, program: OwnedInputs::drawn(&problem, 9) }
@@ -147,6 +150,13 @@ impl<T: Element> Tensors<T> {
             cache
         });
         (table, caches)
+    }
+
+    /// K and V where they are codes: bytes that are numbers of every type.
+    pub(super) fn codes(&self) -> Option<[Vec<u8>; 2]> {
+        let byte = |value: &T| (value.to_f32().abs() * 64.0) as u8 + 16;
+        let of = |i: usize| self.values[i].iter().map(byte).collect();
+        self.problem.types.kv.is_code().then(|| [of(1), of(2)])
     }
 
     /// The rows of a rank of what one process computed.
