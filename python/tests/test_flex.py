@@ -292,15 +292,17 @@ def test_the_largest_scores_are_those_after_mask_and_change():
     # Equal scores by the cap, and rows without keys.
     mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i % 3 != 1), None, None, L, S)
     request = flex.AuxRequest(lse=True, max_scores=True)
-    out, found = flex_attention(
-        q, k, v, lambda s, b, h, i, j: torch.tanh(9 * s + bias[h, j]), mask, return_aux=request
-    )
+
+    def change(s, b, h, i, j):
+        return torch.tanh(9 * s + bias[h, j])
+
+    out, found = flex_attention(q, k, v, change, mask, return_aux=request)
     rows, keys = torch.arange(L)[:, None], torch.arange(S)
     scores = torch.tanh(9 * (q @ k.mT) / math.sqrt(D) + bias[:, None])
     want = torch.where((rows >= keys) & (rows % 3 != 1), scores, -math.inf).amax(-1)
     assert not found.max_scores.requires_grad and found.lse.requires_grad
     torch.testing.assert_close(found.max_scores, want.detach(), atol=2e-4, rtol=0)
-    assert torch.equal(out, flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(9 * s + bias[h, j]), mask))
+    assert torch.equal(out, flex_attention(q, k, v, change, mask))
     alone = flex_attention(q, k, v, return_aux=fa_attn.flex.AuxRequest(max_scores=True))[1]
     assert alone.lse is None
     torch.testing.assert_close(alone.max_scores, (q @ k.mT).amax(-1) / math.sqrt(D), atol=2e-4, rtol=0)

@@ -56,14 +56,17 @@ impl Problem {
             return None;
         }
         let band = program.band(scalars)?;
-        if band.aligned {
-            return band.mask(self.mask.offset);
-        }
+        let start = if band.aligned {
+            self.mask.offset
+        } else if self.lengths.is_uniform() {
+            self.lengths.max_q() as i64 - self.lengths.max_k() as i64
+        } else {
+            return None;
+        };
+        let mask = band.mask(start)?;
         // ALiBi and `off` count from the diagonal that the call has.
-        let may_move =
-            self.lengths.is_uniform() && self.score.alibi.is_none() && !program.counts_from_diagonal();
-        let start = self.lengths.max_q() as i64 - self.lengths.max_k() as i64;
-        if may_move { band.mask(start) } else { None }
+        let stays = mask.offset == self.mask.offset;
+        (stays || self.score.alibi.is_none() && !program.counts_from_diagonal()).then_some(mask)
     }
 }
 
@@ -104,6 +107,10 @@ mod tests {
         assert_eq!(posed.mask, Mask::causal_window(7));
         let left = posed.score.program.unwrap();
         assert!(left.mask().is_none() && left.arrays()[0].gradient && left.scalars().len() == 1);
+        let strict = problem("k < q + off").with_mods_built_in(&[]);
+        assert_eq!((strict.mask, strict.score), (Mask::CAUSAL.with_offset(-1), ScoreMod::NONE));
+        let all = problem("k >= 0").with_mods_built_in(&[]);
+        assert_eq!((all.mask, all.score), (Mask::FULL, ScoreMod::NONE));
         // The value of a scalar decides.
         assert_eq!(whole.with_mods_built_in(&[]), whole);
         let alone = problem("array unused: f32[_] grad; mask = k <= q + off and 0.0 * unused[k] == 0.0;");
@@ -118,7 +125,8 @@ mod tests {
         let varied = early.with_lengths(Lengths::of(2, Side::padded(40), Side::padded(100).with_used()));
         let off = problem("mask = k <= q; score = s + f32(off);");
         let narrowed = early.with_mask(Mask::CAUSAL);
-        for own in [alibi, varied, off, narrowed] {
+        let strict = problem("mask = k < q + off; score = s + f32(off);");
+        for own in [alibi, varied, off, narrowed, strict] {
             assert_eq!(own.with_mods_built_in(&[]), own);
         }
         let capped = problem("8.0 * tanh(s / 8.0)");
