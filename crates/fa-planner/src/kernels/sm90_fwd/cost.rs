@@ -12,6 +12,7 @@ use crate::kernels::planned::Forward;
 use crate::work::Queue;
 
 use super::account::accumulators;
+use super::candidates::is_one_step;
 
 /// The forward of `problem`, cut into the tiles of `kernel`.
 pub(crate) fn launch<'a>(
@@ -20,7 +21,8 @@ pub(crate) fn launch<'a>(
 ) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
     let Forward { problem, spec, work, limits, constants } = *forward;
     let (mut model, step) = model(problem, spec, kernel, limits, constants);
-    if kernel.scheduler == Scheduler::Static && work.tiles > 0.0 {
+    let assigned = kernel.scheduler == Scheduler::Static && !is_one_step(problem, kernel.tile_n);
+    if assigned && work.tiles > 0.0 {
         let waiting = 1.0 - (f64::from(limits.sms) / work.tiles).min(1.0);
         model.start += UNEVEN * waiting * (model.tile + work.steps() / work.tiles * step);
     }
