@@ -16,8 +16,15 @@ const L2_SHARE: f64 = 0.3;
 /// one part, however far they drift apart. Sums cost per key and misses per query, so that short sequences
 /// are better off with whole groups and long ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by
 /// one part, 1,536 packed are alike (dense ones lost a third before NB-136, and were not measured since),
-/// 8,192 lose. Eight heads of head dim 64 with as many bytes lost 12 %.
+/// 8,192 lose.
 const SMALL_GROUP: (f64, [f64; 2]) = (4.0, [1.0 / 10.0, 1.0 / 7.0]);
+
+/// The same of larger groups, and of parts, of packed sequences: the share at head dims from 128 on, which goes
+/// down with the head dim, whose steps are shorter. Queries are between the mean and the longest sequence's.
+/// One part of 7 and 8 heads gains 13 to 40 % over four to eight parts with means of 130 to 500 and no sequence
+/// longer than 1,200; two parts gain 10 % with means of 800 and sequences up to 3,300; 2,048 in every sequence
+/// lose (NB-136, NB-193).
+const SMALL_PACKED: (f64, f64) = (8.0, 1.0 / 7.0);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
 const BANDWIDTH: [f64; 2] = [0.93, 0.4];
@@ -89,8 +96,8 @@ struct Model<'a> {
     limits: &'a ArchLimits,
     /// All query heads in parts of one.
     single_heads: Work,
-    /// Whether [`SMALL_GROUP`] holds: not in deterministic kernels, whose CTAs wait for one another, nor in
-    /// the SM80 class, where it was not measured.
+    /// Whether [`SMALL_GROUP`] and [`SMALL_PACKED`] hold: not in deterministic kernels, whose CTAs wait for one
+    /// another, nor in the SM80 class, where they were not measured.
     keeps_small_groups: bool,
     /// CTAs that run at once.
     slots: f64,
@@ -148,10 +155,7 @@ impl Model<'_> {
         let drift = 1.0 - mean / self.single_heads.longest.steps.max(mean).max(1.0);
         let in_use = in_step * (1.0 + (heads - 1.0) * drift);
         let room = (limits.l2_bytes as f64 * L2_SHARE).max(in_step);
-        let (most_heads, most_l2) = SMALL_GROUP;
-        let room_of_group = limits.l2_bytes as f64 * most_l2[usize::from(!problem.lengths.is_uniform())];
-        let is_small = heads > 2.0 && heads <= most_heads && heads * shared <= room_of_group;
-        let stays = self.keeps_small_groups && parts == 1 && is_small;
+        let stays = self.keeps_small_groups && heads > 2.0 && self.is_small(parts, heads, shared);
         let share = if stays { 0.0 } else { (1.0 - room / in_use).max(0.0) };
         let step_bytes = tile_m * (2.0 * (hd + hdv) + 8.0 * hd);
         let missed = share * self.single_heads.steps() * step_bytes;
@@ -160,6 +164,22 @@ impl Model<'_> {
         }
         let keys = problem.heads_kv as f64 * problem.lengths.reach_k() as f64;
         Split { parts, added: tile_n * (hd + hdv) * 4.0, sums: keys * (hd + hdv) * 4.0, missed }
+    }
+
+    /// Whether the `heads` of each of `parts` parts, which take `shared` bytes each in a sequence of the mean,
+    /// are few enough to stay in the L2.
+    fn is_small(&self, parts: usize, heads: f64, shared: f64) -> bool {
+        let (lengths, l2) = (&self.problem.lengths, self.limits.l2_bytes as f64);
+        let (most, shares) = SMALL_GROUP;
+        let share = shares[usize::from(!lengths.is_uniform())];
+        if parts == 1 && heads <= most && heads * shared <= l2 * share {
+            return true;
+        }
+        let (most, share) = SMALL_PACKED;
+        let longest = lengths.max_q().min(lengths.reach_q()) as f64 / lengths.mean_q().max(1) as f64;
+        let of_dim = (self.head_dims[0].max(self.head_dims[1]) / 128.0).min(1.0);
+        let is_large = heads * shared * longest.max(1.0).sqrt() > l2 * share * of_dim;
+        !lengths.is_uniform() && heads <= most && !is_large
     }
 
     /// The estimated time of the launches, less what does not depend on the split.

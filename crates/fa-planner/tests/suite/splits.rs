@@ -98,6 +98,34 @@ fn short_groups_are_whole_and_long_ones_in_parts() {
     assert_ne!(chosen(&between, Pass::BACKWARD), 1);
 }
 
+/// Packed batches: sequences, mean and longest, query and K/V heads, head dim, mask, and the numbers of parts
+/// within 2 % of the best of those measured on an H200 (NB-193).
+type Packed = ((usize, usize, usize), (usize, usize), usize, Mask, &'static [usize]);
+const PACKED: [Packed; 9] = [
+    ((93, 408, 731), (16, 2), 64, Mask::CAUSAL, &[1]),
+    ((86, 507, 756), (32, 4), 128, Mask::CAUSAL, &[1]),
+    ((33, 494, 756), (64, 8), 128, Mask::CAUSAL, &[1]),
+    ((102, 211, 318), (14, 2), 64, Mask::CAUSAL, &[1]),
+    ((94, 134, 226), (16, 2), 128, Mask::causal_window(511), &[1]),
+    ((65, 341, 1175), (14, 2), 96, Mask::causal_window(1023), &[1]),
+    ((41, 817, 3235), (28, 4), 128, Mask::CAUSAL, &[2, 4]),
+    ((58, 813, 3327), (16, 2), 128, Mask::CAUSAL, &[2, 4]),
+    ((35, 801, 14232), (16, 2), 128, Mask::CAUSAL, &[4, 8]),
+];
+
+#[test]
+fn packed_groups_are_whole_unless_sequences_are_long() {
+    use fa_core::{Lengths, Side};
+    for ((batch, mean, longest), (heads_q, heads_kv), head_dim, mask, best) in PACKED {
+        let side = || Side::packed(batch * mean, longest);
+        let problem = Problem::square(batch, longest, heads_q, head_dim, mask, Dtype::Bf16)
+            .with_heads_kv(heads_kv)
+            .with_lengths(Lengths::of(batch, side(), side()));
+        let parts = chosen(&problem, Pass::BACKWARD);
+        assert!(best.contains(&parts), "{problem:?}: {parts} parts");
+    }
+}
+
 #[test]
 fn single_heads_have_one_part() {
     for Measured { problem, .. } in measured() {

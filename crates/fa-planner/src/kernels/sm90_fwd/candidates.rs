@@ -39,7 +39,7 @@ pub fn candidates(
         (false, TileOrder::LongestFirst)
     };
     let alone = move |rows: u32, tile_n: u32, pack_gqa: bool, split: bool| {
-        let short = !split && are_short(&problem, rows, tile_n, pack_gqa);
+        let short = !split && are_short(&problem, rows, tile_n, pack_gqa) && !is_one_step(&problem, tile_n);
         if alike && !slow_rows(&problem) && !short { Scheduler::Static } else { Scheduler::Dynamic }
     };
     let codes = problem.types.kv.is_code();
@@ -129,6 +129,14 @@ fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool 
     tiles > Arch::Sm90.limits().sms as usize && problem.lengths.max_k().div_ceil(tile_n as usize) <= SHORT
 }
 
+/// Whether all queries and keys are one step of a tile at head dim 64, whose tiles are so short that a draw
+/// takes longer than what they wait for: assigned tiles are 4 % faster with 128 of both and 9 % with 64. At
+/// head dim 128 they are 4 to 6 % slower (NB-194).
+pub(super) fn is_one_step(problem: &Problem, tile_n: u32) -> bool {
+    let (lengths, dims) = (&problem.lengths, [problem.head_dim, problem.head_dim_v]);
+    lengths.max_q().max(lengths.max_k()) <= tile_n as usize && dims == [64, 64]
+}
+
 /// Whether clusters of two are tried: where TMA is slow (rows that do not begin on 32 bytes, NB-066), half of
 /// the loads of K and V are worth waiting for one another. Both CTAs need a tile of every head.
 fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
@@ -199,6 +207,21 @@ mod tests {
 
     use super::*;
     use crate::plan::{PlanOptions, best};
+
+    #[test]
+    fn tiles_of_one_step_are_assigned_at_head_dim_64() {
+        let of = |keys, head_dim, mask| {
+            let problem = Problem::square(32_768 / keys, keys, 12, head_dim, mask, Dtype::Bf16);
+            let spec = best(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan").spec;
+            (spec.tile(), spec.traits().scheduler)
+        };
+        assert_eq!(of(64, 64, Mask::FULL), ((64, 64), Scheduler::Static));
+        assert_eq!(of(128, 64, Mask::FULL), ((128, 128), Scheduler::Static));
+        for (keys, head_dim, mask) in [(256, 64, Mask::FULL), (128, 128, Mask::FULL), (128, 64, Mask::CAUSAL)]
+        {
+            assert_eq!(of(keys, head_dim, mask).1, Scheduler::Dynamic, "{keys} {head_dim} {mask}");
+        }
+    }
 
     #[test]
     fn no_tile_is_wider_than_the_keys() {
