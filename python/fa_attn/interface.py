@@ -166,7 +166,8 @@ def flash_attn_func(
         v,
         (softmax_scale, causal, window_size, softcap, deterministic),
         (out, return_softmax_lse, return_lse, return_attn_probs),
-        (alibi_slopes,),
+        alibi_slopes,
+        (),
         options,
         dropout_p,
     )
@@ -336,9 +337,26 @@ def _of_stacked(function, qkv, packed, dropout_p, numbers, alibi_slopes, returns
     """What a function gives of q, k and v in one array, whose gradient is one array, too. `packed`: the
     starts of sequences and their upper bound, None of a padded batch; `numbers`: the arguments of
     `call_options`."""
-    tensors, division = read_options(function, options)
     axis = 2 if packed is None else 1
     face = _face_of_stacked("qkv", qkv, axis + 3, axis, 3)
+    lengths = None
+    if packed is not None:
+        starts, longest = packed
+        lengths = (starts, starts, None, None, None, None, longest, longest, None)
+    made = face.plain_packed_attention(
+        qkv,
+        axis,
+        tuple(numbers.values()),
+        (None, *returns),
+        alibi_slopes,
+        (),
+        options,
+        dropout_p,
+        lengths,
+    )
+    if made is not None:
+        return made
+    tensors, division = read_options(function, options)
     wants_softmax_lse, wants_lse, wants_probs = returns
     if holds_codes(qkv) or options.get("output_scale") is not None:
         lengths = () if packed is None else (packed[0], packed[0], packed[1], packed[1])
@@ -469,10 +487,21 @@ def flash_attn_varlen_func(
         v,
         (softmax_scale, causal, window_size, softcap, deterministic),
         (out, return_softmax_lse, return_lse, return_attn_probs),
-        (alibi_slopes, seqused_q),
+        alibi_slopes,
+        (),
         options,
         dropout_p,
-        (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, None, max_seqlen_q, max_seqlen_k),
+        (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            block_table,
+            page_table,
+            None,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q,
+        ),
         metadata=scheduler_metadata,
     )
     if made is not None:
