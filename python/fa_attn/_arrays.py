@@ -167,6 +167,8 @@ class Arrays(Latents):
         # There is no shorter way.
         return None
 
+    plain_packed_attention = plain_attention
+
     def bits(self, array):
         """Codes as bytes."""
         name = getattr(array.dtype, "name", None) or str(array.dtype)

@@ -55,9 +55,26 @@ def of_stacked(function, apart, qkv, packed, dropout_p, numbers, alibi_slopes, r
     """What the function of this name gives of q, k and v in one array, whose gradient is one array, too.
     `apart`: the function of three arrays; `packed`: the starts of sequences and their upper bound, None of a
     padded batch; `numbers`: the arguments of `call_options`."""
-    tensors, division = read_options(function, options)
     axis = 2 if packed is None else 1
     face = face_of_stacked("qkv", qkv, axis + 3, axis, 3)
+    lengths = None
+    if packed is not None:
+        starts, longest = packed
+        lengths = (starts, starts, None, None, None, None, longest, longest, None)
+    made = face.plain_packed_attention(
+        qkv,
+        axis,
+        tuple(numbers.values()),
+        (None, *returns),
+        alibi_slopes,
+        (),
+        options,
+        dropout_p,
+        lengths,
+    )
+    if made is not None:
+        return made
+    tensors, division = read_options(function, options)
     wants_softmax_lse, wants_lse, wants_probs = returns
     if holds_codes(qkv) or options.get("output_scale") is not None:
         lengths = () if packed is None else (packed[0], packed[0], packed[1], packed[1])

@@ -96,7 +96,7 @@ class Plain:
         self,
         types: Tuple[Any, Any],
         keywords: Dict[str, Any],
-        new: Tuple[Callable[[Any], Any], Callable[[Any, int], Any], Callable[[Any], Any]],
+        new: Tuple[Callable[..., Any], ...],
         floats: Callable[[Any], Any],
         is_grad_enabled: Callable[[], bool],
     ) -> None: ...
@@ -107,6 +107,7 @@ class Plain:
         v: Any,
         numbers: Tuple[Any, ...],
         results: Tuple[Any, ...],
+        slopes: Any,
         unasked: Tuple[Any, ...],
         keywords: Dict[str, Any],
         dropout_p: Any,

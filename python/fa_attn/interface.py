@@ -152,7 +152,8 @@ def flash_attn_func(
         v,
         (softmax_scale, causal, window_size, softcap, deterministic),
         (out, return_softmax_lse, return_lse, return_attn_probs),
-        (alibi_slopes,),
+        alibi_slopes,
+        (),
         options,
         dropout_p,
     )

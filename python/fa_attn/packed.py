@@ -102,10 +102,21 @@ def flash_attn_varlen_func(
         v,
         (softmax_scale, causal, window_size, softcap, deterministic),
         (out, return_softmax_lse, return_lse, return_attn_probs),
-        (alibi_slopes, seqused_q),
+        alibi_slopes,
+        (),
         options,
         dropout_p,
-        (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, None, max_seqlen_q, max_seqlen_k),
+        (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            block_table,
+            page_table,
+            None,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q,
+        ),
         metadata=scheduler_metadata,
     )
     if made is not None:

@@ -23,6 +23,7 @@ from ._torch_memory import (
     ASKS_STREAM,
     FLOAT,
     PLAIN,
+    STRIDED,
     allocate,
     are_whole_rows,
     autocast,
@@ -94,6 +95,7 @@ __all__ = [
     "packed_rows",
     "places_of",
     "plain_attention",
+    "plain_packed_attention",
     "refuse_gradient",
     "refused",
     "repeated",
@@ -170,6 +172,7 @@ def plain_attention(
     v,
     numbers,
     results,
+    slopes,
     unasked,
     keywords,
     dropout_p=0.0,
@@ -185,13 +188,18 @@ def plain_attention(
         return None
     if metadata is not None and type(metadata) is not SchedulerMetadata:
         return None
+    if lengths is not None and type(lengths[2]) is int:
+        lengths = _with_array(q, k, lengths)
+        if lengths is None:
+            return None
     beside = (num_splits, is_cache, metadata, None if ASKS_STREAM else stream_of(q), allocate)
     try:
-        made = _plain(q, k, v, numbers, results, unasked, keywords, dropout_p, lengths, *beside)
+        made = _plain(q, k, v, numbers, results, slopes, unasked, keywords, dropout_p, lengths, *beside)
         if made is not False:
             return made
-        call = (numbers, _WITH_LSE, unasked, keywords, dropout_p, lengths, *beside)
-        out, lse = PlainAttention.apply(q, k, v, None, _plain, call, _extras(lengths))
+        call = (numbers, _WITH_LSE, slopes, unasked, keywords, dropout_p, lengths, *beside)
+        sinks = _sinks(keywords)
+        out, lse = PlainAttention.apply(q, k, v, sinks, _plain, call, _extras(lengths, slopes, sinks))
     except (_core.InputError, _core.UnsupportedError):
         return None
     return returned(out, lse, *results[1:])
@@ -201,12 +209,51 @@ def plain_attention(
 _WITH_LSE = (None, True, False, False)
 
 
-def _extras(lengths):
-    """The extras of packed sequences, of `lengths` that `plain_attention` takes."""
-    if lengths is None:
+def plain_packed_attention(qkv, axis, *call):
+    """`plain_attention` of q, k and v in one tensor along `axis`, whose gradient is one as well: None where
+    it is wanted."""
+    if qkv.layout is not STRIDED or (qkv.requires_grad and torch.is_grad_enabled()):
         return None
-    starts_q, starts_k, used, _, _, _, most_q, most_k = lengths
-    return Extras(starts_q, starts_k, None, used, max_seqlen_q=most_q or 0, max_seqlen_k=most_k or 0)
+    return plain_attention(*qkv.unbind(axis), *call)
+
+
+def _with_array(q, k, lengths):
+    """`lengths` that `plain_attention` takes with an array in place of one number for all sequences; None
+    where the cache has fewer rows."""
+    starts, _, used, table, other = lengths[:5]
+    table = other if table is None else table
+    beside = ((x, axes) for x, axes in ((table, 2), (starts, 1)) if x is not None)
+    for x, axes in ((q, 4 if starts is None else 3), (k, 4), *beside):
+        if type(x) not in PLAIN or x.layout is not STRIDED or x.dim() != axes:
+            return None
+    capacity = k.shape[1] * (1 if table is None else table.shape[1])
+    if not 0 <= used <= capacity:
+        return None
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    return (*lengths[:2], ints(used, batch, q), *lengths[3:])
+
+
+def _sinks(keywords):
+    """The sinks by any of their names."""
+    return next((x for name, x in keywords.items() if x is not None and READ_AT_ONCE[name] == "sinks"), None)
+
+
+def _extras(lengths, slopes, sinks):
+    """The extras of a call that `plain_attention` takes and differentiates."""
+    if lengths is slopes is sinks is None:
+        return None
+    starts_q, starts_k, used_k, _, _, _, most_q, most_k, used_q = lengths or (None,) * 9
+    sinks = None if sinks is None else _floats(sinks)
+    return Extras(
+        starts_q,
+        starts_k,
+        used_q,
+        used_k,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        max_seqlen_q=most_q or 0,
+        max_seqlen_k=most_k or 0,
+    )
 
 
 def _new_out(q, columns):
@@ -221,8 +268,20 @@ def _floats(x):
     return x.detach().to(FLOAT).contiguous()
 
 
+def _unused_out(q, columns):
+    return q.new_zeros((*q.shape[:-1], columns))
+
+
+def _unused_lse(q):
+    return torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
+
+
 _plain = _core.Plain(
-    PLAIN, READ_AT_ONCE, (torch.empty_like, _new_out, _new_lse), _floats, torch.is_grad_enabled
+    PLAIN,
+    READ_AT_ONCE,
+    (torch.empty_like, _new_out, _new_lse, _unused_out, _unused_lse),
+    _floats,
+    torch.is_grad_enabled,
 ).forward
 
 

@@ -27,8 +27,8 @@ pub(crate) struct Plain {
     /// [`Asked::keyword`] knows; what has neither takes the long way.
     keywords: Py<PyDict>,
     /// `empty_like(q)` for a result in the shape of a contiguous q, `new_out(q, columns)` for others,
-    /// `new_lse(q)`.
-    new: [Py<PyAny>; 3],
+    /// `new_lse(q)`; the same two where rows of q are in no use, as results have them there.
+    new: [Py<PyAny>; 5],
     /// A tensor as contiguous float32, without autograd.
     floats: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
@@ -45,15 +45,17 @@ struct Asked<'py> {
     options: Options,
     out: Maybe<'py>,
     sinks: Maybe<'py>,
+    slopes: Maybe<'py>,
     wants_lse: bool,
     /// Whether the result is FlashAttention's of `return_attn_probs`.
     is_triple: bool,
     division: Divided,
 }
 
-/// Starts of queries and keys, keys in use, the page table, the starts of new keys, and the bounds on rows.
+/// Starts of queries and keys, keys in use, the page table, the starts of new keys, queries in use, and the
+/// bounds on rows.
 struct Lengths<'py> {
-    arrays: [Maybe<'py>; 5],
+    arrays: [Maybe<'py>; 6],
     most: [i64; 2],
 }
 
@@ -63,7 +65,7 @@ impl Plain {
     fn new(
         types: [Py<PyAny>; 2],
         keywords: Py<PyDict>,
-        new: [Py<PyAny>; 3],
+        new: [Py<PyAny>; 5],
         floats: Py<PyAny>,
         is_grad_enabled: Py<PyAny>,
     ) -> Plain {
@@ -72,9 +74,9 @@ impl Plain {
 
     /// What the call returns; `None` for the long way, `False` where gradients of q, k and v are asked for.
     /// `numbers`: softmax_scale, causal, window_size, softcap and deterministic. `results`: out,
-    /// return_softmax_lse, return_lse and return_attn_probs. `unasked`: what has to be None. `lengths`:
-    /// cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, cu_seqlens_k_new, max_seqlen_q and
-    /// max_seqlen_k. `metadata`: a `SchedulerMetadata`.
+    /// return_softmax_lse, return_lse and return_attn_probs. `slopes`: alibi_slopes. `unasked`: what has to
+    /// be None. `lengths`: cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, page_table, cu_seqlens_k_new,
+    /// max_seqlen_q, max_seqlen_k and seqused_q. `metadata`: a `SchedulerMetadata`.
     #[allow(clippy::too_many_arguments)]
     fn forward<'py>(
         &self,
@@ -84,6 +86,7 @@ impl Plain {
         v: &Bound<'py, PyAny>,
         numbers: &Bound<'py, PyTuple>,
         results: &Bound<'py, PyTuple>,
+        slopes: Option<Bound<'py, PyAny>>,
         unasked: &Bound<'py, PyTuple>,
         keywords: &Bound<'py, PyDict>,
         dropout_p: &Bound<'py, PyAny>,
@@ -98,15 +101,15 @@ impl Plain {
         if is_dropped || unasked.iter_borrowed().any(|value| !value.is_none()) {
             return Ok(None);
         }
-        let Some(asked) = self.asked(numbers, results, keywords, num_splits)? else { return Ok(None) };
+        let Some(mut asked) = self.asked(numbers, results, keywords, num_splits)? else { return Ok(None) };
+        asked.slopes = slopes;
         let Some(lengths) = Lengths::of(lengths, is_cache) else { return Ok(None) };
         let Some(is_differentiated) = self.is_differentiated([q, k, v], &asked, &lengths)? else {
             return Ok(None);
         };
         if is_differentiated {
-            let is_complete =
-                is_cache || asked.out.is_some() || asked.sinks.is_some() || lengths.arrays[3].is_some();
-            return Ok((!is_complete).then(|| PyBool::new(py, false).to_owned().into_any()));
+            let has_none = is_cache || asked.out.is_some() || lengths.arrays[3].is_some();
+            return Ok((!has_none).then(|| PyBool::new(py, false).to_owned().into_any()));
         }
         let views = [View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?];
         let dtype = views[0].dtype;
@@ -130,6 +133,13 @@ impl Plain {
         };
         let Some(mut extras) = lengths.extras(stream)? else { return Ok(None) };
         extras.sinks = sinks.as_ref().map(|sinks| View::of("sinks", sinks, stream)).transpose()?;
+        if let Some(slopes) = &asked.slopes {
+            let slopes = View::of("alibi_slopes", slopes, stream)?;
+            if slopes.dtype != Type::F32 || !slopes.is_contiguous() {
+                return Ok(None);
+            }
+            extras.alibi_slopes = Some(slopes);
+        }
         let most_q = match (&lengths.arrays[0], views[0].shape()) {
             (None, &[_, rows, _, _]) => i64::try_from(rows).unwrap_or(i64::MAX),
             _ => lengths.most[0],
@@ -142,10 +152,14 @@ impl Plain {
                 return Ok(None);
             }
         }
-        let [empty_like, new_out, new_lse] = &self.new;
+        let [empty_like, mut new_out, mut new_lse, unused_out, unused_lse] = self.new.each_ref();
+        let has_gaps = lengths.arrays[5].is_some();
+        if has_gaps {
+            (new_out, new_lse) = (unused_out, unused_lse);
+        }
         let out = match &asked.out {
             Some(out) => out.clone(),
-            None if given.q.is_contiguous() && problem.head_dim == problem.head_dim_v => {
+            None if !has_gaps && given.q.is_contiguous() && problem.head_dim == problem.head_dim_v => {
                 empty_like.bind(py).call1((q,))?
             }
             None => new_out.bind(py).call1((q, problem.head_dim_v))?,
@@ -210,6 +224,7 @@ impl Plain {
             options,
             out: some(results.get_item(0)?),
             sinks: None,
+            slopes: None,
             wants_lse: wants.contains(&true),
             is_triple: wants[2],
             division: (None, None),
@@ -246,21 +261,27 @@ impl Plain {
         let py = inputs[0].py();
         let [tensor, parameter] = self.types.each_ref().map(|own| own.bind(py));
         let is_tensor = |x: &Bound<'_, PyAny>| x.get_type().is(tensor);
-        let arrays = inputs.into_iter().chain(&asked.out).chain(lengths.arrays.iter().flatten());
+        let beside = asked.out.iter().chain(&asked.slopes).chain(lengths.arrays.iter().flatten());
+        let arrays = inputs.into_iter().chain(beside);
         let is_sinks = |x: &Bound<'_, PyAny>| is_tensor(x) || x.get_type().is(parameter);
         if !arrays.into_iter().all(is_tensor) || !asked.sinks.iter().all(is_sinks) {
             return Ok(None);
         }
+        // Slopes have no gradient, which the long way says.
+        let requires_grad = |x: &Bound<'_, PyAny>| x.getattr(intern!(py, "requires_grad"))?.is_truthy();
+        if asked.slopes.as_ref().map_or(Ok(false), requires_grad)? {
+            return Ok(None);
+        }
         let mut requires = false;
         for x in inputs.into_iter().chain(&asked.out) {
-            requires |= x.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+            requires |= requires_grad(x)?;
             // DLPack does not tell.
             if x.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
                 return Ok(None);
             }
         }
         if let Some(sinks) = &asked.sinks {
-            requires |= sinks.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+            requires |= requires_grad(sinks)?;
         }
         Ok(Some(requires && self.is_grad_enabled.bind(py).call0()?.is_truthy()?))
     }
@@ -306,12 +327,13 @@ impl<'py> Asked<'py> {
 impl<'py> Lengths<'py> {
     /// Those of a call; `None` where some are missing, given twice or of another type.
     fn of(given: Option<&Bound<'py, PyTuple>>, is_cache: bool) -> Option<Lengths<'py>> {
-        let Some(given) = given else { return Some(Lengths { arrays: [const { None }; 5], most: [0, 0] }) };
+        let Some(given) = given else { return Some(Lengths { arrays: [const { None }; 6], most: [0, 0] }) };
         let mut items = given.iter();
         let mut array = || items.next().map(some);
         let (starts_q, starts_k, used) = (array()?, array()?, array()?);
         let (table, other, starts_new) = (array()?, array()?, array()?);
         let bounds = [items.next()?, items.next()?];
+        let used_q = items.next().and_then(some);
         let table = match (table, other) {
             (Some(_), Some(_)) => return None,
             (table, other) => table.or(other),
@@ -329,16 +351,17 @@ impl<'py> Lengths<'py> {
                 _ => return None,
             }
         }
-        Some(Lengths { arrays: [starts_q, starts_k, used, table, starts_new], most })
+        Some(Lengths { arrays: [starts_q, starts_k, used, table, starts_new, used_q], most })
     }
 
     /// What the kernels read of them; `None` where an array is not as they read it.
     fn extras(&self, stream: Option<u64>) -> PyResult<Option<Extras<View<'py>>>> {
         let mut extras = Extras::NONE;
-        let [starts_q, starts_k, used, table, _] = &self.arrays;
+        let [starts_q, starts_k, used, table, _, used_q] = &self.arrays;
         for (name, object, slot) in [
             ("cu_seqlens_q", starts_q, &mut extras.cu_seqlens_q),
             ("cu_seqlens_k", starts_k, &mut extras.cu_seqlens_k),
+            ("seqused_q", used_q, &mut extras.seqused_q),
             ("seqused_k (cache_seqlens)", used, &mut extras.seqused_k),
             ("page_table (block_table)", table, &mut extras.page_table),
         ] {

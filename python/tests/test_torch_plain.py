@@ -224,6 +224,8 @@ def test_calls_as_engines_make_them_take_the_short_way(device, dtype, monkeypatc
         dict(sinks=sinks, return_lse=True),
         dict(s_aux=torch.nn.Parameter(sinks, requires_grad=False)),
         dict(sinks=sinks.to(torch.bfloat16)),
+        dict(alibi_slopes=sinks.abs(), causal=True),
+        dict(alibi_slopes=torch.rand(2, 4, device=device), sinks=sinks, return_lse=True),
         dict(out=torch.empty_like(q)),
         dict(out=room[:, :, 2:6], return_softmax_lse=True),
     ):
@@ -234,12 +236,49 @@ def test_calls_as_engines_make_them_take_the_short_way(device, dtype, monkeypatc
         dict(out=q.new_empty(2, 40, 64, 4).transpose(2, 3)),
         dict(causal=1),
         dict(num_splits=torch.tensor(1)),
-        dict(alibi_slopes=sinks),
+        dict(alibi_slopes=sinks.double().float()[None].expand(2, 4)),
         dict(dropout_p=0),
     ):
         both(dense, (q, k, v), short=False, **options)
+    # q, k and v in one tensor, and one number of keys for all sequences.
+    stacked = torch.stack([q, q.flip(1), q.flip(2)], 2)
+    both(fa_attn.flash_attn_qkvpacked_func, (stacked,), causal=True, return_attn_probs=True)
+    both(fa_attn.flash_attn_kvpacked_func, (q, stacked[:, :, 1:]), alibi_slopes=sinks.abs())
+    cache = fa_attn.flash_attn_with_kvcache
+    for used in (1, 33, 40):
+        found = both(cache, (q, k, v), cache_seqlens=used, return_lse=True, alibi_slopes=sinks.abs() + 1)
+        counted = torch.full((2,), used, dtype=torch.int32, device=device)
+        other = cache(q, k, v, cache_seqlens=counted, return_lse=True, alibi_slopes=sinks.abs() + 1)
+        assert all(torch.equal(one, same) for one, same in zip(found, other))
+    assert not cache(q, k, v, cache_seqlens=0).any()
+    for wrong in (-1, 41):
+        before = len(made)
+        with pytest.raises(fa_attn.InputError, match="cache_seqlens"):
+            cache(q, k, v, cache_seqlens=wrong)
+        assert len(made) == before
     starts = torch.tensor([0, 10, 80], dtype=torch.int32, device=device)
+    both(
+        fa_attn.flash_attn_varlen_qkvpacked_func,
+        (stacked.flatten(0, 1), starts, 70),
+        is_short and device == "cuda",
+        window_size=(9, 0),
+        softcap=5.0,
+    )
     packed = [x.flatten(0, 1) for x in (q, k, v)]
+    # Rows of queries in no use.
+    few = torch.tensor([7, 40], dtype=torch.int32, device=device)
+    out, lse = both(
+        fa_attn.flash_attn_varlen_func, (q, k, v), seqused_q=few, seqused_k=few, return_lse=True
+    )
+    assert not out[0, 7:].any() and lse[0, :, 7:].eq(float("-inf")).all() and out[0, :7].abs().sum() > 0
+    both(
+        fa_attn.flash_attn_varlen_func,
+        (*packed, starts, starts, 70, 70),
+        is_short and device == "cuda",
+        seqused_q=torch.tensor([3, 60], dtype=torch.int32, device=device),
+        out=torch.full_like(packed[0], 7.0),
+        causal=True,
+    )
     table = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
     used = torch.tensor([40, 30], dtype=torch.int32, device=device)
     pages = [x.reshape(10, 8, 2, -1) for x in (k, v)]
@@ -274,6 +313,8 @@ def test_calls_as_engines_make_them_take_the_short_way(device, dtype, monkeypatc
         ver=3,
         return_softmax_lse=True,
     )
+    queries = packed[0].view(2, 40, 4, 64)
+    both(cache, (queries, *pages), dtype is not torch.float32, cache_seqlens=35, block_table=table)
 
 
 @on
@@ -313,6 +354,42 @@ def test_gradients_of_the_short_way_are_those_of_the_long_one(device, dtype, mon
             inputs[1].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@on
+def test_gradients_of_sinks_and_with_slopes_are_those_of_the_long_way(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    is_short = dtype is not torch.float32
+    inputs = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64), seed=4)
+    slopes = torch.rand(4, device=device)
+    for kind in (torch.float32, torch.bfloat16):
+        sinks = torch.nn.Parameter(torch.randn(4, device=device, dtype=kind))
+        for options in (dict(sinks=sinks), dict(s_aux=sinks, alibi_slopes=slopes), dict(alibi_slopes=slopes)):
+            wanted = [*inputs, sinks] if len(options) > 1 or "sinks" in options else inputs
+            results = []
+            for beside in (dict(), LONG):
+                before = len(made)
+                out, lse = fa_attn.flash_attn_func(
+                    *inputs, causal=True, deterministic=True, return_lse=True, **options, **beside
+                )
+                assert len(made) - before == (is_short and not beside)
+                loss = (out * out.detach()).float().sum() + lse.sum()
+                results.append((out, lse, *torch.autograd.grad(loss, wanted)))
+            for one, other in zip(*results):
+                assert torch.equal(one, other) and one.abs().sum() > 0
+            # Of the sinks alone.
+            if len(wanted) > 3:
+                out = fa_attn.flash_attn_func(*(x.detach() for x in inputs), **options)
+                (own,) = torch.autograd.grad(out.float().square().sum(), sinks)
+                assert own.dtype is kind and own.abs().sum() > 0
+    learned = slopes.clone().requires_grad_()
+    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes have no gradient"):
+        fa_attn.flash_attn_func(*inputs, alibi_slopes=learned)
+    # One gradient of q, k and v in one tensor, written in place: by the long way.
+    stacked = torch.stack([inputs[0], inputs[0], inputs[0]], 2).detach().requires_grad_()
+    before = len(made)
+    fa_attn.flash_attn_qkvpacked_func(stacked).float().square().sum().backward()
+    assert len(made) == before and stacked.grad.abs().sum() > 0
 
 
 @on

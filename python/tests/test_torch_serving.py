@@ -455,8 +455,8 @@ def test_the_short_way_of_a_step_is_the_long_one(device, dtype):
         ((q.detach().clone().requires_grad_(), k, v, used, table), False),
         ((q.transpose(2, 3).contiguous().transpose(2, 3), k, v, used, table), False),
     ):
-        lengths = (None, None, *arguments[3:], *(None,) * (9 - len(arguments)))
-        asked = ((None, False, (-1, -1), 0.0, False), (None, False, False, False), (), {}, 0.0)
+        lengths = (None, None, *arguments[3:], *(None,) * (10 - len(arguments)))
+        asked = ((None, False, (-1, -1), 0.0, False), (None, False, False, False), None, (), {}, 0.0)
         found = fa_attn.torch.plain_attention(*arguments[:3], *asked, lengths, None, True)
         assert (found is not None) == short
         for options in (dict(causal=True), dict(window_size=(9, 0), softcap=3.0), dict(num_splits=2)):
