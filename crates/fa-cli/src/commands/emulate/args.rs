@@ -13,7 +13,7 @@ use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// Flags that describe the problem alone.
-const OF_PROBLEM: [&str; 23] = [
+const OF_PROBLEM: [&str; 24] = [
     "seqlen",
     "batch",
     "lengths",
@@ -33,6 +33,7 @@ const OF_PROBLEM: [&str; 23] = [
     "out_dtype",
     "causal",
     "window",
+    "query_offset",
     "scale",
     "softcap",
     "layout",
