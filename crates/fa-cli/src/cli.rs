@@ -232,7 +232,6 @@ mod tests {
             ("records --summarise=x", &["results"]),
             ("records --tables", &["results", "check"]),
             ("doctor --notices", &[]),
-            ("plan --guide", GUIDE),
         ] {
             let line: Vec<String> = format!("fa {line}").split(' ').map(str::to_owned).collect();
             let command = Cli::command();
@@ -252,8 +251,4 @@ mod tests {
         }
         assert!(ignored.is_empty(), "{ignored:#?}");
     }
-
-    /// What the guide reads: see `fa plan --help`.
-    const GUIDE: &[&str] =
-        &["headdim", "arch", "mode", "num-results", "format", "json", "tile-m", "tile-n", "explain"];
 }

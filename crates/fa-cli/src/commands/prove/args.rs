@@ -29,7 +29,8 @@ pub(crate) struct ProveArgs {
     #[arg(long, value_name = "SECONDS", requires = "tier", conflicts_with_all = ["check", "waive"])]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub budget: Option<u64>,
-    /// File of the cases that a GPU has judged, from which a stopped run goes on [default: target/prove.jsonl]
+    /// File of the cases that a GPU has judged, from which a stopped run goes on [default:
+    /// target/prove.jsonl]
     #[arg(long, value_name = "FILE", requires = "tier", conflicts_with_all = ["check", "waive"])]
     pub state: Option<PathBuf>,
     /// Seconds of random problems for each kernel, of the tier soak [default: 300]
