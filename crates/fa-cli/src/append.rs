@@ -102,6 +102,44 @@ impl NewRows<()> {
     }
 }
 
+/// The shapes of k_new and v_new, checked to be rows of the cache in q's type.
+///
+/// # Errors
+/// [`InputError`] for other types and shapes.
+fn new_shapes(
+    file: &TensorFile,
+    problem: &Problem,
+    layout: TensorLayout,
+    is_packed: bool,
+) -> anyhow::Result<[[usize; 4]; 2]> {
+    let shape = |name| shape_of(file, name, layout, CU_NEW);
+    let shapes = [shape("k_new")?, shape("v_new")?];
+    let of_q = file.entry("q")?.dtype;
+    let (first, rows) = (if is_packed { 1 } else { problem.lengths.sequences() }, shapes[0][1]);
+    let dims = [problem.head_dim_k(), problem.head_dim_v];
+    for ((name, got), dim) in ["k_new", "v_new"].into_iter().zip(shapes).zip(dims) {
+        let entry = file.entry(name)?;
+        if entry.dtype != of_q {
+            let need = format!("q holds {of_q}, and all tensors must be of one type");
+            let got = entry.dtype.to_string();
+            return Err(InputError::Dtype { name: name.to_owned(), got, need }.into());
+        }
+        if got != [first, rows, problem.heads_kv, dim] {
+            let whose = if name == "k_new" { "k has" } else { "k_new and v have" };
+            let need = format!(
+                "it must have {}, {}, {} and {}, as {whose}",
+                counted(first, "sequence"),
+                counted(rows, "row"),
+                counted(problem.heads_kv, "head"),
+                counted(dim, "element")
+            );
+            let got = entry.shape.clone();
+            return Err(InputError::Shape { name: name.to_owned(), got, need }.into());
+        }
+    }
+    Ok(shapes)
+}
+
 impl<T: Element + Stored> NewRows<T> {
     /// Reads what the file appends to the cache of `problem`; `sides` holds afterwards the lengths with the
     /// new keys.
@@ -116,66 +154,36 @@ impl<T: Element + Stored> NewRows<T> {
         layout: TensorLayout,
         is_interleaved: bool,
     ) -> anyhow::Result<NewRows<T>> {
-        let usage = |message: String| Err(InputError::Usage(message));
+        let usage = |message: &str| Err(InputError::Usage(message.to_owned()).into());
         let Some(before) = sides.values.seqused_k.clone() else {
-            return Err(InputError::Usage(
+            return usage(
                 "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind \
-                 those that a cache holds"
-                    .to_owned(),
-            )
-            .into());
+                 those that a cache holds",
+            );
         };
         if sides.values.cu_seqlens_k.is_some() {
-            usage(
+            return usage(
                 "the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v \
-                 padded, or in pages"
-                    .to_owned(),
-            )?;
+                 padded, or in pages",
+            );
         }
         let batch = problem.lengths.sequences();
         let cu = match file.has(CU_NEW) {
             true => Some(file.read::<i32>(CU_NEW)?),
             false => None,
         };
-        let shape = |name| shape_of(file, name, layout, CU_NEW);
-        let (k, v) = (shape("k_new")?, shape("v_new")?);
+        let [k, v] = new_shapes(file, problem, layout, cu.is_some())?;
         let rows = k[1];
-        for (name, got, dim) in [("k_new", k, problem.head_dim_k()), ("v_new", v, problem.head_dim_v)] {
-            let entry = file.entry(name)?;
-            let of_q = file.entry("q")?.dtype;
-            if entry.dtype != of_q {
-                let need = format!("q holds {of_q}, and all tensors must be of one type");
-                return Err(
-                    InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need }.into()
-                );
-            }
-            let first = if cu.is_some() { 1 } else { batch };
-            if got != [first, rows, problem.heads_kv, dim] {
-                let heads_kv = problem.heads_kv;
-                let whose = if name == "k_new" { "k has" } else { "k_new and v have" };
-                let need = format!(
-                    "it must have {}, {}, {} and {}, as {whose}",
-                    counted(first, "sequence"),
-                    counted(rows, "row"),
-                    counted(heads_kv, "head"),
-                    counted(dim, "element")
-                );
-                return Err(
-                    InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need }.into()
-                );
-            }
-        }
         let counts = counts(cu.as_deref(), batch, rows)?;
         let new = match &cu {
             Some(_) => Side::packed(rows, counts.iter().copied().max().unwrap_or(0)),
             None => Side::padded(rows),
         };
         if problem.latent && NewRows::are_rotated(file) {
-            usage(
+            return usage(
                 "the file has rotary_cos and --latent: q begins with latents, which are not rotated; rotate \
-                 q's last columns and k_new before"
-                    .to_owned(),
-            )?;
+                 q's last columns and k_new before",
+            );
         }
         let (rotary, tables) = rotary(file, problem, is_interleaved)?.unzip();
         let append = Append {

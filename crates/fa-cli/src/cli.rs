@@ -216,4 +216,39 @@ mod tests {
         }
         assert!(ignored.is_empty(), "{ignored:#?}");
     }
+
+    /// A command that does something else with a flag refuses all flags that it then would not read.
+    #[test]
+    fn flags_that_change_what_a_command_does_leave_none_unread() {
+        let mut ignored = Vec::new();
+        for (line, read) in [
+            ("bench --draw=x --plot=x.svg", &["plot"][..]),
+            ("bench --append", &["backend", "seconds", "reps", "headers", "dtype", "json"]),
+            ("tune --judge=x", &["json", "report"]),
+            ("emulate --sample=1", &["day", "threads", "from", "kernels", "log"]),
+            ("emulate --random=1", &["seed", "from", "kernels", "log", "threads"]),
+            ("ladder --draw=x --plot=x.svg", &["plot"]),
+            ("ladder --published", &[]),
+            ("records --summarise=x", &["results"]),
+            ("records --tables", &["results", "check"]),
+            ("doctor --notices", &[]),
+        ] {
+            let line: Vec<String> = format!("fa {line}").split(' ').map(str::to_owned).collect();
+            let command = Cli::command();
+            let command = command.find_subcommand(&line[1]).expect("a command");
+            parse(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+            for flag in command.get_arguments() {
+                let Some(name) = flag.get_long() else { continue };
+                let is_of_line = line.iter().any(|own| own.split('=').next() == Some(&format!("--{name}")));
+                if is_of_line || read.contains(&name) {
+                    continue;
+                }
+                let beside = [&line[..], &[given(&line[..2], flag)]].concat();
+                if parse(&beside).is_ok() {
+                    ignored.push(beside.join(" "));
+                }
+            }
+        }
+        assert!(ignored.is_empty(), "{ignored:#?}");
+    }
 }

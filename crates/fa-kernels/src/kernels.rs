@@ -53,22 +53,7 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn with(context: &Arc<CudaContext>, cache: Cache, headers: Headers) -> Result<Kernels, Error> {
-        let (arch, board) = driver::board(context)?;
-        Ok(Kernels {
-            context: context.clone(),
-            arch,
-            sms: board.sms,
-            board,
-            headers,
-            cache: Arc::new(cache),
-            compiler: Mutex::default(),
-            loaded: Mutex::default(),
-            append: OnceLock::new(),
-            append_codes: OnceLock::new(),
-            append_int4: OnceLock::new(),
-            merge: OnceLock::new(),
-            dropout: OnceLock::new(),
-        })
+        Kernels::of(context, Arc::new(cache), headers, None)
     }
 
     /// The same headers, cache and compiler for another handle of the GPU's context, such as one whose
@@ -77,15 +62,25 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn on(&self, context: &Arc<CudaContext>) -> Result<Kernels, Error> {
+        let compiler = lock(&self.compiler).clone();
+        Kernels::of(context, self.cache.clone(), self.headers.clone(), compiler)
+    }
+
+    fn of(
+        context: &Arc<CudaContext>,
+        cache: Arc<Cache>,
+        headers: Headers,
+        compiler: Option<Arc<Compiler>>,
+    ) -> Result<Kernels, Error> {
         let (arch, board) = driver::board(context)?;
         Ok(Kernels {
             context: context.clone(),
             arch,
             sms: board.sms,
             board,
-            headers: self.headers.clone(),
-            cache: self.cache.clone(),
-            compiler: Mutex::new(lock(&self.compiler).clone()),
+            headers,
+            cache,
+            compiler: Mutex::new(compiler),
             loaded: Mutex::default(),
             append: OnceLock::new(),
             append_codes: OnceLock::new(),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use fa_core::Problem;
-use fa_core::spec::tile_queries;
+use fa_core::spec::{TileOrder, tile_queries};
 
 /// A problem's query tiles, sorted into classes.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +38,19 @@ pub enum Queue {
     LongestFirstPerHead,
     /// Assigned statically by number.
     Fixed,
+}
+
+impl Queue {
+    /// Of tiles that are assigned, or else drawn in this order.
+    pub(crate) fn of(is_assigned: bool, order: TileOrder) -> Queue {
+        if is_assigned {
+            return Queue::Fixed;
+        }
+        match order {
+            TileOrder::LongestFirst => Queue::LongestFirst,
+            TileOrder::Natural => Queue::ShortestFirst,
+        }
+    }
 }
 
 /// At most so many kinds of tiles, or runs of neighbouring ones, are distinguished.

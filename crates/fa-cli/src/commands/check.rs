@@ -103,8 +103,8 @@ pub(crate) fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message.to_owned()).into());
     }
     if inputs.is_none() && args.attention.describes_a_problem() {
-        let message = "--causal, --window, --scale and --softcap tell how outputs follow from inputs, and \
-                       none are used: give --inputs FILE";
+        let message = "--causal, --scale and the other flags of a problem tell how outputs follow from \
+                       inputs, and no inputs are used: give --inputs FILE";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     let (rule, problem, rows) = match inputs {

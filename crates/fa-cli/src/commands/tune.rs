@@ -55,7 +55,7 @@ pub(crate) struct TuneArgs {
     /// earlier runs with --random); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
         "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs"
-    ], conflicts_with_all = ["reps", "fresh", "output"])]
+    ], conflicts_with_all = ["headers", "reps", "fresh", "output"])]
     pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]

@@ -104,7 +104,7 @@ fn appending_is_measured_by_the_bytes_that_it_moves() {
         ("--threads 2", "cannot be used with"),
         ("--mode bwd", "cannot be used with"),
         ("--backend reference", "use --backend cpu or cuda"),
-        ("--backend cpu --reps 3", "--reps is the GPU's"),
+        ("--backend cpu --reps 3", "--reps is for GPUs"),
         ("--backend cuda --seconds 1", "--seconds is the CPU's"),
         ("--dtype f16", "leave out --dtype"),
     ] {

@@ -239,6 +239,8 @@ fn what_cannot_be_compared_is_refused() {
         (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
         (format!("{a} {a} --causal"), "give --inputs"),
         (format!("{a} {a} --atol 1 --scale 2"), "give --inputs"),
+        (format!("{a} {a} --rotary-interleaved"), "give --inputs"),
+        (format!("{a} {a} --out-dtype f16"), "give --inputs"),
         (a.clone(), "give --inputs FILE with q, k and v, or a second output"),
         (format!("{a} --atol 1"), "give --inputs FILE with q, k and v, or a second output"),
         (format!("{named} --inputs {given}"), "it has weights"),

@@ -360,6 +360,13 @@ pub(crate) fn score_costs(score: ScoreKind, c: &CostConstants) -> (f64, f64) {
     (mufu + own_mufu, ops + own_ops + if score.alibi { ALIBI_OPS } else { 0.0 })
 }
 
+/// The same of a backward, which computes the changes and their slopes.
+pub(crate) fn slope_costs(score: ScoreKind, c: &CostConstants) -> (f64, f64) {
+    let (mufu, ops) = if score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let (own_mufu, own_ops) = program_costs(score);
+    (mufu + 2.0 * own_mufu, ops + 2.0 * own_ops)
+}
+
 /// Issue slots of a load of one value a lane: 32 lanes a clock are served.
 const LOAD_OPS: f64 = 4.0;
 
@@ -368,7 +375,7 @@ const SHARED: f64 = 0.1;
 
 /// Special results and f32 instructions of a score by a program of the caller's own: its nodes, by what they
 /// depend on.
-pub(crate) fn program_costs(score: ScoreKind) -> (f64, f64) {
+fn program_costs(score: ScoreKind) -> (f64, f64) {
     let Some(program) = score.program else { return (0.0, 0.0) };
     let mut costs = (0.0, 0.0);
     for (id, node) in program.own() {

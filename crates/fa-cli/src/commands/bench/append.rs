@@ -46,8 +46,8 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if on_gpu && args.seconds.is_some() {
         return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
     }
-    if !on_gpu && args.gpu.reps.is_some() {
-        return Err(usage("--reps is the GPU's; on the CPU give --seconds"));
+    if let Some(flag) = args.gpu.given().filter(|_| !on_gpu) {
+        return Err(usage(&format!("{flag} is for GPUs: use --backend cuda")));
     }
     let destinations = Destinations::probe(args.json.as_deref(), None, &[])?;
     let (marks, no_page) = (append::marks(), || Ok(String::new()));

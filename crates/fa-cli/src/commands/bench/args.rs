@@ -60,8 +60,8 @@ pub(crate) struct BenchArgs {
     /// Draw the plot of this record, which --json wrote before; nothing is measured
     #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = OF_SHAPES)]
     #[arg(conflicts_with_all = [
-        "json", "backend", "seconds", "marks", "peers", "filter", "mode", "threads", "isa", "specs", "family",
-        "deterministic", "tune", "reps"
+        "json", "backend", "seconds", "marks", "peers", "filter", "mode", "threads", "isa", "headers",
+        "specs", "beside_choice", "changes", "family", "deterministic", "tune", "reps"
     ])]
     pub draw: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// Flags that describe the problem alone.
-const OF_PROBLEM: [&str; 26] = [
+const OF_PROBLEM: [&str; 27] = [
     "seqlen",
     "batch",
     "lengths",
@@ -36,6 +36,7 @@ const OF_PROBLEM: [&str; 26] = [
     "out_dtype",
     "causal",
     "window",
+    "query_offset",
     "scale",
     "softcap",
     "layout",

@@ -29,21 +29,25 @@ pub(crate) struct ProveArgs {
     #[arg(long, value_name = "SECONDS", requires = "tier", conflicts_with_all = ["check", "waive"])]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub budget: Option<u64>,
-    /// File of the cases that a GPU has judged, from which a stopped run goes on
-    #[arg(long, value_name = "FILE", default_value = "target/prove.jsonl")]
-    pub state: PathBuf,
-    /// Seconds of random problems for each kernel, of the tier soak
-    #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..))]
-    pub seconds: u32,
-    /// Seed of the tier soak's problems
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = whole::<u64>)]
-    pub seed: u64,
-    /// Time after which a case on the GPU counts as hung
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    /// File of the cases that a GPU has judged, from which a stopped run goes on [default:
+    /// target/prove.jsonl]
+    #[arg(long, value_name = "FILE", requires = "tier", conflicts_with_all = ["check", "waive"])]
+    pub state: Option<PathBuf>,
+    /// Seconds of random problems for each kernel, of the tier soak [default: 300]
+    #[arg(long, value_name = "N", requires = "tier", conflicts_with_all = ["check", "waive"])]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    pub seconds: Option<u32>,
+    /// Seed of the tier soak's problems [default: 1]
+    #[arg(long, value_name = "N", requires = "tier", conflicts_with_all = ["check", "waive"])]
+    #[arg(value_parser = whole::<u64>)]
+    pub seed: Option<u64>,
+    /// Time after which a case on the GPU counts as hung [default: 60]
+    #[arg(long, value_name = "SECONDS", requires = "tier", conflicts_with_all = ["check", "waive"])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86_400))]
-    pub watchdog: u32,
+    pub watchdog: Option<u32>,
     /// Threads of the emulation [default: all cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "N", requires = "tier", conflicts_with_all = ["check", "waive"])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
     /// Let what no GPU has judged stand as it is, for this reason
     #[arg(long, value_name = "REASON", conflicts_with_all = ["tier", "check"])]
@@ -89,14 +93,28 @@ fn tier(text: &str) -> Result<Tier, String> {
 impl ProveArgs {
     /// Flags that say nothing to the tier that was asked for.
     pub(super) fn check_flags(&self) -> Result<(), InputError> {
-        let message = match (&self.waive, self.tier) {
-            (Some(reason), _) if reason.trim().is_empty() => "--waive: say why".to_owned(),
-            (_, Some(Tier::Suite | Tier::Soak | Tier::Sanitized)) if self.again => {
-                "--again is for the tiers emulated, quick and grid: the others always run".to_owned()
+        let usage = |message: String| Err(InputError::Usage(message));
+        if self.waive.as_deref().is_some_and(|reason| reason.trim().is_empty()) {
+            return usage("--waive: say why".to_owned());
+        }
+        let Some(tier) = self.tier else { return Ok(()) };
+        let all_but_suite = [Tier::Emulated, Tier::Quick, Tier::Grid, Tier::Soak, Tier::Sanitized];
+        let of_tiers = [
+            ("--again", self.again, &[Tier::Emulated, Tier::Quick, Tier::Grid][..]),
+            ("--threads", self.threads.is_some(), &[Tier::Emulated]),
+            ("--state", self.state.is_some(), &[Tier::Quick, Tier::Grid]),
+            ("--watchdog", self.watchdog.is_some(), &[Tier::Quick, Tier::Grid, Tier::Soak]),
+            ("--budget", self.budget.is_some(), &all_but_suite),
+            ("--seconds", self.seconds.is_some(), &[Tier::Soak]),
+            ("--seed", self.seed.is_some(), &[Tier::Soak]),
+        ];
+        for (flag, is_given, tiers) in of_tiers {
+            if is_given && !tiers.contains(&tier) {
+                let names: Vec<&str> = tiers.iter().map(|tier| tier.name()).collect();
+                return usage(format!("{flag} with --tier {tier}: it is for {}", names.join(", ")));
             }
-            _ => return Ok(()),
-        };
-        Err(InputError::Usage(message))
+        }
+        Ok(())
     }
 
     /// Whether a unit is asked for.

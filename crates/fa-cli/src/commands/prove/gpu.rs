@@ -14,6 +14,15 @@ use crate::term::progress;
 /// Seconds of the budget that are kept for the end of a run.
 const END: u64 = 10;
 
+/// Where the cases that a GPU has judged are kept.
+const STATE: &str = "target/prove.jsonl";
+
+/// Seconds of random problems for each kernel.
+const SOAK_SECONDS: u32 = 300;
+
+/// Seconds after which a case counts as hung.
+const WATCHDOG: u32 = 60;
+
 impl Session<'_> {
     /// The units that a tier would run, as far as that can be said without a GPU.
     pub(super) fn due(&self, tier: Tier) -> anyhow::Result<Vec<String>> {
@@ -89,7 +98,8 @@ impl Session<'_> {
         let of = format!("{tier} {} {} {} {}", group.name(), ledger::JUDGE, info.gpu, ledger::digest(&codes));
         let end = std::time::Duration::from_secs(END);
         let until = self.until().map(|until| until.checked_sub(end).unwrap_or(until));
-        let resume = Resume { until, state: Some(self.args.state.clone()), of };
+        let state = self.args.state.clone().unwrap_or_else(|| STATE.into());
+        let resume = Resume { until, state: Some(state), of };
         let (results, is_whole) = validate::run_cases(&options, program, &resume, &mut progress::steps())?;
         for result in results.iter().filter(|result| result.status != Status::Passed).take(25) {
             eprintln!("{:?} {} [{}]: {}", result.status, result.name, result.kernel, result.detail);
@@ -119,7 +129,8 @@ impl Session<'_> {
                     report.tools.iter().map(|tool| format!("{}: {}", tool.tool, tool.summary)).collect();
                 (report.passed, report.tools.len(), said)
             } else {
-                let cases = Cases::Soak { seconds: self.args.seconds, seed: self.args.seed };
+                let seconds = self.args.seconds.unwrap_or(SOAK_SECONDS);
+                let cases = Cases::Soak { seconds, seed: self.args.seed.unwrap_or(1) };
                 let report = validate::run(&self.options(group, cases), &program, &mut progress::steps())?;
                 let said = report.failed.iter().map(|result| format!("{}: {}", result.name, result.detail));
                 (report.passed, report.groups.iter().map(|own| own.passed).sum(), said.collect())
@@ -155,7 +166,7 @@ impl Session<'_> {
             groups: Vec::new(),
             kind: Kind::default(),
             filter: None,
-            watchdog: self.args.watchdog,
+            watchdog: self.args.watchdog.unwrap_or(WATCHDOG),
         }
     }
 }

@@ -1,12 +1,11 @@
 //! The time of an SM80-class backward: modelled as the SM90 one, with mma.sync, all operands through
 //! ldmatrix, and as many CTAs as an SM holds.
 
-use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
-    Cost, StepClocks, Terms, f32_lanes, overlap, program_costs, resident_blocks, softmax_clocks,
+    Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, slope_costs, softmax_clocks,
 };
 use crate::cost::cuts::Cuts;
 use crate::cost::gpu::Gpu;
@@ -98,10 +97,7 @@ pub(crate) fn predict(
     let stored = if spec.score.softcap { 6.0 } else { 4.0 } * scores;
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
-    let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
-    // The program and its slope.
-    let (own_mufu, own_ops) = program_costs(spec.score);
-    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
+    let (cap_mufu, cap_ops) = slope_costs(spec.score, c);
     let [ops_p, ops_ds] = c.sm80_bwd_ops;
     let of_p = scores * softmax_clocks(limits, 1.0 + cap_mufu, ops_p + cap_ops);
     let of_ds = scores * softmax_clocks(limits, 0.0, ops_ds);
@@ -133,11 +129,7 @@ pub(crate) fn predict(
     let length = |class: &TileClass, on_sm: f64| {
         c.sm80_bwd_block + first + class.steps * step(on_sm) + on_sm * (added + class.masked * mask)
     };
-    let queue = match (spec.mask, kernel.tile_order) {
-        (MaskKind::Full, _) => Queue::Fixed,
-        (_, TileOrder::LongestFirst) => Queue::LongestFirst,
-        (_, TileOrder::Natural) => Queue::ShortestFirst,
-    };
+    let queue = Queue::of(spec.mask == MaskKind::Full, kernel.tile_order);
     let (total, end) = work.makespan_shared(sms, resident, queue, length);
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
     // to, and parts of dK and dV are added by all CTAs at the same rate.

@@ -5,13 +5,13 @@
 //! through device memory: at lengths below 2,000 they and the main kernel's own traffic take half of the
 //! time.
 
-use fa_core::spec::{TileOrder, operand_columns};
+use fa_core::spec::operand_columns;
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
 use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, overlap, program_costs, softmax_clocks};
+use crate::cost::core::{Cost, StepClocks, Terms, overlap, slope_costs, softmax_clocks};
 use crate::cost::cuts::Cuts;
 use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
@@ -70,11 +70,7 @@ pub(crate) fn predict(
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + written + c.narrow * narrow)
         / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
-    let (cap_mufu, cap_ops) =
-        if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
-    // The program and its slope.
-    let (own_mufu, own_ops) = program_costs(spec.score);
-    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
+    let (cap_mufu, cap_ops) = slope_costs(spec.score, constants);
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
     let q_load = tile_m * hd * bytes / constants.sm_bytes_per_clock;
@@ -100,11 +96,7 @@ pub(crate) fn predict(
     // The products hide the test of a mask.
     let added = split.added / c.atomic_bytes;
     let length = |class: &TileClass| outside + added + class.steps * step;
-    let queue = match (spec.mask, kernel.tile_order) {
-        (MaskKind::Full, _) => Queue::Fixed,
-        (_, TileOrder::LongestFirst) => Queue::LongestFirst,
-        (_, TileOrder::Natural) => Queue::ShortestFirst,
-    };
+    let queue = Queue::of(spec.mask == MaskKind::Full, kernel.tile_order);
     let (total, end) = work.makespan(sms, queue, length);
     // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave
     // add their parts at once.

@@ -1,7 +1,7 @@
 //! The time of an SM90 forward: wgmma fed from shared memory, overlapped by softmax of other warpgroups
 //! (ping-pong) or of the same one (the next step's products).
 
-use fa_core::spec::{Scheduler, TileOrder, operand_columns};
+use fa_core::spec::{Scheduler, operand_columns};
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::account::clusters::combines_in_clusters;
@@ -208,11 +208,7 @@ fn model(
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
         sharing: f64::from(k.cluster_m.max(1)),
-        queue: match (k.scheduler, k.tile_order) {
-            (Scheduler::Static, _) => Queue::Fixed,
-            (_, TileOrder::LongestFirst) => Queue::LongestFirst,
-            (_, TileOrder::Natural) => Queue::ShortestFirst,
-        },
+        queue: Queue::of(k.scheduler == Scheduler::Static, k.tile_order),
         resident: 1.0,
         tensor,
         exp,

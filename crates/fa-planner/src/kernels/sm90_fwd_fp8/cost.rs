@@ -2,7 +2,7 @@
 //! exponentials and issue slots each take about as long. What the SM90 forward's constants say of overlap
 //! is not fitted to it; its first choices are those that an H200 has measured as fastest (NB-175).
 
-use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::spec::Scheduler;
 use fa_core::{ArchLimits, KernelSpec, Problem, Sm90FwdFp8};
 
 use crate::cost::constants::CostConstants;
@@ -75,11 +75,7 @@ fn model(
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
         sharing: 1.0,
-        queue: match (k.scheduler, k.tile_order) {
-            (Scheduler::Static, _) => Queue::Fixed,
-            (_, TileOrder::LongestFirst) => Queue::LongestFirst,
-            (_, TileOrder::Natural) => Queue::ShortestFirst,
-        },
+        queue: Queue::of(k.scheduler == Scheduler::Static, k.tile_order),
         resident: 1.0,
         tensor,
         exp,

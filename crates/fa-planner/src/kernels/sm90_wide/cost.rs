@@ -1,6 +1,5 @@
 //! The time of the SM90 forward for wide heads: S by one warpgroup, its softmax, then P V by two.
 
-use fa_core::spec::TileOrder;
 use fa_core::{ArchLimits, KernelSpec, Problem, Sm90Wide};
 
 use crate::account::pages::page_part;
@@ -94,10 +93,7 @@ fn model(
         head_dim_v: spec.head_dim_v,
         // Of latent rows the values are not loaded again.
         sharing: (hd + hdv) * bytes / key_bytes(spec, k),
-        queue: match k.tile_order {
-            TileOrder::LongestFirst => Queue::LongestFirst,
-            TileOrder::Natural => Queue::ShortestFirst,
-        },
+        queue: Queue::of(false, k.tile_order),
         resident: 1.0,
         tensor,
         exp,
