@@ -231,6 +231,8 @@ pub(crate) enum Memory {
         step_bytes: f64,
         /// Whether a plan on the device divides the work, so that every SM has some.
         planned: bool,
+        /// The share of the time that parts of whole steps add where steps are long.
+        coarse: f64,
     },
 }
 
@@ -261,7 +263,7 @@ impl Memory {
     /// The time that it takes with CTAs on the share `busy` of the SMs, as a multiple of what its efficiency
     /// says, with the keys of a tile in `parts` and `cluster` CTAs to a cluster.
     fn time(self, busy: f64, (parts, cluster): (usize, usize)) -> f64 {
-        let Memory::Fed { in_flight, step_bytes, planned } = self else { return 1.0 };
+        let Memory::Fed { in_flight, step_bytes, planned, coarse } = self else { return 1.0 };
         let busy = if planned { 1.0 } else { busy.min(1.0) };
         let in_flight = (in_flight * busy).max(1e-3);
         let waits = (1.0 + (LATENCY_SHARE / in_flight).powi(5)).powf(0.2);
@@ -272,7 +274,7 @@ impl Memory {
             (_, 1) => by_kernel,
             _ => in_clusters,
         };
-        IN_FLIGHT.0 * beside * waits * (1.0 + idle * (1.0 - busy))
+        IN_FLIGHT.0 * beside * waits * (1.0 + idle * (1.0 - busy) + coarse)
     }
 
     /// The share of the SMs' clocks that counts.
