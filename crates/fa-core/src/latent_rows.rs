@@ -67,8 +67,8 @@ impl LatentRows {
         }
     }
 
-    /// Columns of codes that share a scale of the row's own, and the bytes of the scale: an f32, or a power of
-    /// two in e8m0 behind all rows of the page. Zeros where one scale is given for all.
+    /// Columns of codes that share a scale of the row's own, and the bytes of the scale: an f32, or a power
+    /// of two in e8m0 behind all rows of the page. Zeros where one scale is given for all.
     pub const fn group(self) -> (usize, usize) {
         match self {
             LatentRows::Scales128 => (128, 4),

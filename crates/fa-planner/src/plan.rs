@@ -125,8 +125,8 @@ pub enum PlanError {
     Dtype(Dtype),
     /// No kernel reads K and V of this type.
     #[error(
-        "no kernel of this family reads K and V in {0}: those of sm80, which run on every architecture from 8.0 \
-         on, and of sm90 do, as the CPU backend does"
+        "no kernel of this family reads K and V in {0}: those of sm80, which run on every architecture from \
+         8.0 on, and of sm90 do, as the CPU backend does"
     )]
     KvDtype(Dtype),
     /// No kernel has tiles for this head dim.

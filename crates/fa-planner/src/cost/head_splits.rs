@@ -19,11 +19,11 @@ const L2_SHARE: f64 = 0.3;
 /// 8,192 lose.
 const SMALL_GROUP: (f64, [f64; 2]) = (4.0, [1.0 / 10.0, 1.0 / 7.0]);
 
-/// The same of larger groups, and of parts, of packed sequences: the share at head dims from 128 on, which goes
-/// down with the head dim, whose steps are shorter. Queries are between the mean and the longest sequence's.
-/// One part of 7 and 8 heads gains 13 to 40 % over four to eight parts with means of 130 to 500 and no sequence
-/// longer than 1,200; two parts gain 10 % with means of 800 and sequences up to 3,300; 2,048 in every sequence
-/// lose (NB-136, NB-193).
+/// The same of larger groups, and of parts, of packed sequences: the share at head dims from 128 on, which
+/// goes down with the head dim, whose steps are shorter. Queries are between the mean and the longest
+/// sequence's. One part of 7 and 8 heads gains 13 to 40 % over four to eight parts with means of 130 to 500
+/// and no sequence longer than 1,200; two parts gain 10 % with means of 800 and sequences up to 3,300; 2,048
+/// in every sequence lose (NB-136, NB-193).
 const SMALL_PACKED: (f64, f64) = (8.0, 1.0 / 7.0);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
@@ -96,8 +96,8 @@ struct Model<'a> {
     limits: &'a ArchLimits,
     /// All query heads in parts of one.
     single_heads: Work,
-    /// Whether [`SMALL_GROUP`] and [`SMALL_PACKED`] hold: not in deterministic kernels, whose CTAs wait for one
-    /// another, nor in the SM80 class, where they were not measured.
+    /// Whether [`SMALL_GROUP`] and [`SMALL_PACKED`] hold: not in deterministic kernels, whose CTAs wait for
+    /// one another, nor in the SM80 class, where they were not measured.
     keeps_small_groups: bool,
     /// CTAs that run at once.
     slots: f64,
@@ -166,8 +166,8 @@ impl Model<'_> {
         Split { parts, added: tile_n * (hd + hdv) * 4.0, sums: keys * (hd + hdv) * 4.0, missed }
     }
 
-    /// Whether the `heads` of each of `parts` parts, which take `shared` bytes each in a sequence of the mean,
-    /// are few enough to stay in the L2.
+    /// Whether the `heads` of each of `parts` parts, which take `shared` bytes each in a sequence of the
+    /// mean, are few enough to stay in the L2.
     fn is_small(&self, parts: usize, heads: f64, shared: f64) -> bool {
         let (lengths, l2) = (&self.problem.lengths, self.limits.l2_bytes as f64);
         let (most, shares) = SMALL_GROUP;

@@ -4,7 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
-use super::cost::slow_rows;
+use super::cost::{is_one_step, slow_rows};
 use crate::account::pages::gathers;
 use crate::account::tiles::query_tiles;
 use crate::kernels::{has_idle_warps, packings, split_choices};
@@ -127,14 +127,6 @@ const SHORT: usize = 8;
 fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool {
     let tiles = query_tiles(problem, tile_m, packed);
     tiles > Arch::Sm90.limits().sms as usize && problem.lengths.max_k().div_ceil(tile_n as usize) <= SHORT
-}
-
-/// Whether all queries and keys are one step of a tile at head dim 64, whose tiles are so short that a draw
-/// takes longer than what they wait for: assigned tiles are 4 % faster with 128 of both and 9 % with 64. At
-/// head dim 128 they are 4 to 6 % slower (NB-194).
-pub(super) fn is_one_step(problem: &Problem, tile_n: u32) -> bool {
-    let (lengths, dims) = (&problem.lengths, [problem.head_dim, problem.head_dim_v]);
-    lengths.max_q().max(lengths.max_k()) <= tile_n as usize && dims == [64, 64]
 }
 
 /// Whether clusters of two are tried: where TMA is slow (rows that do not begin on 32 bytes, NB-066), half of

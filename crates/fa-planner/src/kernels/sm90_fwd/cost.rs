@@ -12,7 +12,6 @@ use crate::kernels::planned::Forward;
 use crate::work::Queue;
 
 use super::account::accumulators;
-use super::candidates::is_one_step;
 
 /// The forward of `problem`, cut into the tiles of `kernel`.
 pub(crate) fn launch<'a>(
@@ -52,6 +51,14 @@ const SLOW_ROW_OVERLAP: [f64; 2] = [2.0, 3.0];
 /// The same with three buffers where warpgroups skip tiles of keys: one waits while another computes, so that
 /// all of a step is hidden (NB-155).
 const SLOW_ROW_OVERLAP_SKIPPING: f64 = 12.0;
+
+/// Whether all queries and keys are one step of a tile at head dim 64, whose tiles are so short that a draw
+/// takes longer than what they wait for: assigned tiles are 4 % faster with 128 of both and 9 % with 64. At
+/// head dim 128 they are 4 to 6 % slower (NB-194).
+pub(super) fn is_one_step(problem: &Problem, tile_n: u32) -> bool {
+    let (lengths, dims) = (&problem.lengths, [problem.head_dim, problem.head_dim_v]);
+    lengths.max_q().max(lengths.max_k()) <= tile_n as usize && dims == [64, 64]
+}
 
 /// Whether the problem's head dims are no multiples of 32-byte sectors, as 72 and 88 are not: TMA takes such
 /// rows at half its rate or less.
@@ -135,7 +142,7 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
     let planned = spec.reads.varied;
     let (bytes, keys) = COARSE_STEP;
-    let is_coarse = planned && step_bytes > bytes && f64::from(k.tile_n) > keys;
+    let is_coarse = planned && spec.split && step_bytes > bytes && f64::from(k.tile_n) > keys;
     let coarse = if is_coarse { COARSE_PARTS * (f64::from(k.tile_n) - keys) } else { 0.0 };
     Memory::Fed { in_flight: in_flight / enough, step_bytes, planned, coarse }
 }
