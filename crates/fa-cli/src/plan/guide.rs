@@ -10,7 +10,7 @@ use fa_planner::{HeadDims, Mode};
 use crate::term::failure::InputError;
 
 /// What plans a problem. Flags of the search name these too: clap asks for no flag that another rules out.
-const OF_PROBLEMS: [&str; 24] = [
+const OF_PROBLEMS: [&str; 38] = [
     "batch",
     "board",
     "seqlen",
@@ -20,10 +20,24 @@ const OF_PROBLEMS: [&str; 24] = [
     "latent",
     "causal",
     "window",
+    "query_offset",
     "dtype",
+    "kv_dtype",
+    "kv_descale",
+    "out_dtype",
     "softcap",
     "alibi",
     "sinks",
+    "mask_mod",
+    "score_mod",
+    "bias",
+    "bias_shape",
+    "bias_dtype",
+    "bias_grad",
+    "chunk",
+    "dropout",
+    "dropout_seed",
+    "dropout_offset",
     "packed",
     "page",
     "used_q",
