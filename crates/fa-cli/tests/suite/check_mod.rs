@@ -47,7 +47,7 @@ fn arrays_are_tensors_of_a_file_or_drawn_and_what_is_built_in_is_said() {
     assert_eq!([&wide["mask"]["tiles"]["empty"], &wide["mask"]["tiles"]["full"]], [20, 9]);
     assert_eq!(with(&[])["mask"]["tiles"]["partial"], 36);
     assert_eq!(with(&["--draw", "1"])["mask"]["tiles"]["full"], 0);
-    let line = ["check-mod", "mask = k <= q; score = 20 * tanh(s / 20.0);", "--seqlen", "30x40"];
+    let line = ["check-mod", "mask = k <= q; score = 20 * tanh(s / 20.0);", "--seqlen", "40x30"];
     let shown = fa_args(&line).good();
     assert!(shown.contains("built in    causal") && shown.contains("built in    soft cap of 20"), "{shown}");
     let outcome = fa_args(&["check-mod", "array x: i32[_]; x[q] == k", "--inputs", text(&file)]);

@@ -49,7 +49,8 @@ const OF_RUN: [&str; 10] =
     ["arch", "latent", "dtype", "kv_dtype", "sms", "steps", "json", "report", "cta", "statement"];
 
 /// Flags that --mutate rules out; its own name them too: clap asks for no flag that another rules out.
-const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
+const OF_NO_REMOVAL: [&str; 9] =
+    ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid", "inputs"];
 
 /// `fa emulate`.
 #[derive(Debug, Args)]
