@@ -10,7 +10,7 @@ import torch
 from ._checks import count
 from ._core import InputError, UnsupportedError
 from ._flashinfer import Results, caches_of, on_host, page_lengths, refuse, scores_of, starts_of
-from ._flashinfer_plans import PagedPlan
+from ._flashinfer_plans import PagedPlan, is_undivided
 
 Tensor = torch.Tensor
 Cache = Union[Tensor, Tuple[Tensor, Tensor]]
@@ -77,7 +77,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         page_size = count("page_size", page_size, 1)
         lengths = page_lengths(host, on_host(last_page_len), page_size)
         self._pages.plan(host, indices, lengths, page_size, (indptr, indices, last_page_len))
-        undivided = disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
+        undivided = is_undivided(disable_split_kv, fixed_split_size)
         if data_type is not None:
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type

@@ -7,17 +7,14 @@ from typing import Any, Optional
 
 import torch
 
-from ._checks import count
 from ._core import InputError
 from ._flashinfer import (
     LOG2_E,
     Results,
     check_buffer,
     keywords,
-    on_host,
     refuse,
     scores_of,
-    starts_of,
     with_page,
 )
 from ._flashinfer_plans import PagedPlan
@@ -64,17 +61,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
     ) -> None:
         """Sets the lengths, pages and scores of the runs that follow; `kv_len_arr`: keys of each request."""
         scores = scores_of(causal, -1, None, sm_scale, "NONE", None, None)
-        starts = starts_of("qo_indptr", qo_indptr)
-        lengths, kv_indptr = on_host(kv_len_arr), kv_indptr[: starts.shape[0]]
-        indptr = starts_of("kv_indptr", kv_indptr, kv_indices.shape[0])
-        given = (kv_indptr, kv_indices, kv_len_arr)
-        self._pages.plan(indptr, kv_indices, lengths, count("page_size", page_size, 1), given)
-        rows = starts.diff()
-        self._total, self._longest = int(starts[-1]), int(rows.max()) if rows.numel() else 0
-        if self._captures:
-            self._starts.copy_(starts)
-        else:
-            self._starts = starts.to(self.device, torch.int32)
+        self._set_lengths(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
         self._set(scores, (num_heads, 1), head_dim_ckv, (q_data_type, kv_data_type, None), False)
 
     def run(
@@ -112,8 +99,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
             raise InputError(
                 f"ckv_scale is {ckv_scale} and kpe_scale {kpe_scale} with caches of {ckv_cache.dtype}: {need}"
             )
-        if q_nope.shape[0] != self._total:
-            raise InputError(f"q_nope has {q_nope.shape[0]} rows: the plan's qo_indptr ends at {self._total}")
+        self._check_rows(q_nope, "q_nope")
         base = 1.0 if return_lse_base_on_e else LOG2_E
         results = Results(self._types[2], None, out, lse, return_lse, base)
         k, v = with_page(k), with_page(v)

@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 import torch
 
+from ._checks import count
 from ._core import InputError, UnsupportedError
 from ._flashinfer import (
     Pages,
@@ -18,10 +19,12 @@ from ._flashinfer import (
     mask_of,
     mask_sizes,
     of_codes,
+    on_host,
     places_of,
     rotated,
     scores_of,
     segments,
+    starts_of,
     with_page,
 )
 from .interface import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -32,6 +35,11 @@ Tensor = torch.Tensor
 def descales_of(k_descale, v_descale):
     given = {"k_descale": k_descale, "v_descale": v_descale}
     return {name: x.float().reshape(-1) for name, x in given.items() if x is not None}
+
+
+def is_undivided(disable_split_kv, fixed_split_size):
+    """Whether keys stay in one piece: parts of one size, which do not depend on the batch, are not made."""
+    return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
 
 
 class Plan:
@@ -122,6 +130,14 @@ class Plan:
                     f"{name}.dtype is {x.dtype}: the plan says {need}, give it q_data_type and kv_data_type"
                 )
 
+    def _without_codes(self, q, args):
+        """(q, descales) of a run, whose further arguments by position are the factors of 8-bit q, k and v."""
+        if not args:
+            return q, {}
+        if len(args) != 3 or q.dtype.itemsize != 1:
+            raise UnsupportedError("run() takes no further arguments by position: they are of jit_args")
+        return of_codes(q, args[0]), descales_of(*args[1:])
+
     def _old(self, causal, scores):
         """Sets what the older calls say of scores."""
         self._scores = scores_of(self._scores.causal if causal is None else causal, *scores)
@@ -139,6 +155,28 @@ class PagedPlan(Plan):
         if k.shape[-3] != self._pages.page_size:
             raise InputError(f"pages have {k.shape[-3]} rows: the plan is of {self._pages.page_size}")
 
+    def _set_starts(self, starts):
+        """Sets the first row of every request and the end of the last, on the host."""
+        self._total, rows = int(starts[-1]), starts.diff()
+        self._longest = int(rows.max()) if rows.numel() else 0
+        if self._captures:
+            self._starts.copy_(starts)
+        else:
+            self._starts = starts.to(self.device, torch.int32)
+
+    def _set_lengths(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size):
+        """Sets rows and pages where the keys of each request are counted."""
+        starts = starts_of("qo_indptr", qo_indptr)
+        lengths, kv_indptr = on_host(kv_len_arr), kv_indptr[: starts.shape[0]]
+        indptr = starts_of("kv_indptr", kv_indptr, kv_indices.shape[0])
+        given = (kv_indptr, kv_indices, kv_len_arr)
+        self._pages.plan(indptr, kv_indices, lengths, count("page_size", page_size, 1), given)
+        self._set_starts(starts)
+
+    def _check_rows(self, q, name="q"):
+        if q.shape[0] != self._total:
+            raise InputError(f"{name} has {q.shape[0]} rows: the plan's qo_indptr ends at {self._total}")
+
     def _buffer(self, at):
         """A buffer of a wrapper whose calls are captured, to which servers write before they plan."""
         if self._pages.buffers is None:
@@ -155,11 +193,8 @@ class PagedPlan(Plan):
         scores = self._scores
         if window_left is not None and window_left != scores.window_left:
             scores = scores._replace(window_left=window_left if window_left >= 0 else -1)
-        q_scale, k_scale, descales = scales[0], scales[1], {}
-        if args:
-            if len(args) != 3 or q.dtype.itemsize != 1:
-                raise UnsupportedError("run() takes no further arguments by position: they are of jit_args")
-            q, descales = of_codes(q, args[0]), descales_of(*args[1:])
+        q_scale, k_scale = scales
+        q, descales = self._without_codes(q, args)
         call = keywords(
             scores, q, q.shape[-2], q_scale=q_scale, k_scale=k_scale, descales=descales, mask=self._mask
         )

@@ -8,14 +8,13 @@ from typing import Any, Optional, Tuple, Union
 import torch
 
 from ._checks import count
-from ._core import InputError, UnsupportedError
+from ._core import InputError
 from ._flashinfer import (
     Results,
     by_rows,
     caches_of,
     check_buffer,
     keywords,
-    of_codes,
     on_host,
     page_lengths,
     places_of,
@@ -25,7 +24,7 @@ from ._flashinfer import (
     starts_of,
 )
 from ._flashinfer_pages import segment_packbits
-from ._flashinfer_plans import PagedPlan, Plan, descales_of
+from ._flashinfer_plans import PagedPlan, Plan, is_undivided
 from .interface import flash_attn_varlen_func
 
 Tensor = torch.Tensor
@@ -114,13 +113,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         lengths = page_lengths(indptr, on_host(paged_kv_last_page_len), page_size)
         given = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._pages.plan(indptr, paged_kv_indices, lengths, page_size, given)
-        self._total, rows = int(starts[-1]), starts.diff()
-        self._longest = int(rows.max()) if rows.numel() else 0
-        if self._captures:
-            self._starts.copy_(starts)
-        else:
-            self._starts = starts.to(self.device, torch.int32)
-        undivided = disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
+        self._set_starts(starts)
+        rows = starts.diff()
+        undivided = is_undivided(disable_split_kv, fixed_split_size)
         types = (q_data_type, kv_data_type, o_data_type)
         self._set(scores, (num_qo_heads, num_kv_heads), head_dim_qk, types, undivided)
         self._set_mask(custom_mask, packed_custom_mask, rows, lengths, self._mask_buffers)
@@ -159,8 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         )
         k, v = caches_of(paged_kv_cache, self._layout)
         self._check(q, k)
-        if q.shape[0] != self._total:
-            raise InputError(f"q has {q.shape[0]} rows: the plan's qo_indptr ends at {self._total}")
+        self._check_rows(q)
         results = Results(self._types[2], v_scale, out, lse, return_lse)
         longest = q.shape[0] if self._captures else self._longest
         scales = (q_scale, k_scale)
@@ -321,7 +315,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
                 self._starts[at].copy_(host)
             else:
                 self._starts[at] = host.to(self.device, torch.int32)
-        undivided = disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
+        undivided = is_undivided(disable_split_kv, fixed_split_size)
         types = (q_data_type, kv_data_type, o_data_type)
         self._set(scores, (num_qo_heads, num_kv_heads), head_dim_qk, types, undivided)
         self._set_mask(custom_mask, packed_custom_mask, rows, keys, self._mask_buffers)
@@ -354,11 +348,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         totals = [q.shape[0], k.shape[0]]
         if totals[0] != self._totals[0] or totals[1] < self._totals[1]:
             raise InputError(f"q and k have {totals} rows: the plan's starts end at {self._totals}")
-        descales = {}
-        if args:
-            if len(args) != 3 or q.dtype.itemsize != 1:
-                raise UnsupportedError("run() takes no further arguments by position: they are of jit_args")
-            q, descales = of_codes(q, args[0]), descales_of(*args[1:])
+        q, descales = self._without_codes(q, args)
         scores, longest = self._scores, totals if self._captures else self._longest
         if scores.encoding == "ROPE_LLAMA":
             k, v = k.to(q.dtype), v.to(q.dtype)
@@ -440,14 +430,7 @@ class BatchAttention(PagedPlan):
     ) -> None:
         """Sets the lengths, pages and scores of the runs that follow; `kv_len_arr`: keys of each request."""
         scores = scores_of(causal, -1, logits_soft_cap, sm_scale, "NONE", None, None)
-        starts = starts_of("qo_indptr", qo_indptr)
-        lengths, kv_indptr = on_host(kv_len_arr), kv_indptr[: starts.shape[0]]
-        indptr = starts_of("kv_indptr", kv_indptr, kv_indices.shape[0])
-        given = (kv_indptr, kv_indices, kv_len_arr)
-        self._pages.plan(indptr, kv_indices, lengths, count("page_size", page_size, 1), given)
-        self._total, rows = int(starts[-1]), starts.diff()
-        self._longest = int(rows.max()) if rows.numel() else 0
-        self._starts = starts.to(self.device, torch.int32)
+        self._set_lengths(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
         types = (q_data_type, kv_data_type, None)
         self._set(scores, (num_qo_heads, num_kv_heads), head_dim_qk, types, False)
 
@@ -469,8 +452,7 @@ class BatchAttention(PagedPlan):
         self._check(q, k)
         if logits_soft_cap:
             self._scores = self._scores._replace(soft_cap=float(logits_soft_cap))
-        if q.shape[0] != self._total:
-            raise InputError(f"q has {q.shape[0]} rows: the plan's qo_indptr ends at {self._total}")
+        self._check_rows(q)
         results = Results(self._types[2], v_scale, out, lse, True)
         scales = (None, k_scale)
         return self._attention(q, k, v, self._starts, self._longest, results, None, scales)
