@@ -8,6 +8,7 @@ import torch
 
 from . import _core
 from ._options import NO_EXTRAS, Extras, call_options, is_varied
+from ._torch_direct import DirectGradients
 from ._torch_memory import FLOAT, aligned, allocate, is_recorded, new_gradients, new_results, stream_of
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
@@ -69,9 +70,21 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     dsinks = None
     if extras is not None and extras.sinks is not None:
         dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
+    direct = None
+    if gradients and has_kernels(q):
+        direct = DirectGradients.of(q, k, options, extras, programs, gradients)
+    if direct is not None:
+        programs, gradients = direct.programs, direct.gradients
     arrays = (dout, q, k, v, out, lse, *grads, dsinks)
     _core.backward(*arrays, options, extras, stream_of(q), allocate, dlse, programs, gradients)
+    if direct is not None:
+        direct.add_up()
     return dsinks
+
+
+def has_kernels(q):
+    """Whether kernels compute a call, which sum gradients of arrays with an element for each place alone."""
+    return q.is_cuda
 
 
 def backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras):

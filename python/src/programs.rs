@@ -1,8 +1,10 @@
 //! Masks and modifications of scores as programs: checked, described and evaluated.
 
+use std::collections::BTreeMap;
+
 use fa_core::program::{
-    ArrayData, ArrayView, Deps, Element, Inputs, Point, Precision, Program, ScoreClass, Tile, TileState,
-    Type, Value,
+    ArrayData, ArrayView, Const, Deps, Element, GradientForm, Inputs, Node, NodeId, Point, Precision,
+    Program, ScoreClass, Tile, TileState, Type, Unary, Value,
 };
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -123,6 +125,76 @@ impl Elements {
             Elements::Words(data) => ArrayData::Bits(data),
         };
         ArrayView::contiguous(data, extents)
+    }
+}
+
+/// What an array that stands for a load holds: `Direct` of fa-core.
+#[derive(Serialize)]
+struct Load {
+    name: String,
+    array: String,
+    axes: Vec<&'static str>,
+    /// Whether the indices follow the distance of the query and the key, and neither of them alone.
+    is_by_distance: bool,
+    /// Places among the nodes.
+    indices: Vec<usize>,
+}
+
+#[derive(Serialize)]
+struct DirectGradients<'a> {
+    text: &'a str,
+    loads: Vec<Load>,
+    /// The operation, by its name in texts, and its operands.
+    nodes: Vec<(String, Vec<serde_json::Value>)>,
+    /// Element types of the program's arrays by name.
+    elements: BTreeMap<&'a str, &'static str>,
+}
+
+/// The program of `Program::with_direct_gradients`, as JSON with what its arrays hold; None where `text` is it.
+#[pyfunction]
+pub(crate) fn program_direct(text: &str) -> PyResult<Option<String>> {
+    let program = parsed(text)?;
+    let made = program.with_direct_gradients().map_err(|error| InputError::new_err(error.to_string()))?;
+    let Some((direct, loads)) = made else { return Ok(None) };
+    let loads = loads.into_iter().filter_map(|load| {
+        let Node::Load(array, indices) = program.nodes()[load.load.index()] else { return None };
+        let decl = &program.arrays()[usize::from(array)];
+        Some(Load {
+            name: load.name,
+            array: decl.name.clone(),
+            is_by_distance: program.form(load.load) == GradientForm::Diagonal,
+            axes: load.axes.iter().map(|axis| axis.name()).collect(),
+            indices: indices.into_iter().flatten().map(NodeId::index).collect(),
+        })
+    });
+    let described = DirectGradients {
+        text: direct.text(),
+        loads: loads.collect(),
+        nodes: program.own().map(|(_, node)| described_node(&program, node)).collect(),
+        elements: program.arrays().iter().map(|array| (array.name.as_str(), array.element.name())).collect(),
+    };
+    serde_json::to_string(&described).map(Some).map_err(|error| InputError::new_err(error.to_string()))
+}
+
+fn described_node(program: &Program, node: Node) -> (String, Vec<serde_json::Value>) {
+    let at = |x: NodeId| x.index().into();
+    match node {
+        Node::Const(Const::I32(value)) => ("constant".into(), vec![value.into()]),
+        Node::Const(Const::Bool(value)) => ("constant".into(), vec![value.into()]),
+        // As text: JSON has no infinities.
+        Node::Const(Const::F32(bits)) => ("float".into(), vec![f32::from_bits(bits).to_string().into()]),
+        Node::Var(var) => ("variable".into(), vec![var.name().into()]),
+        Node::Scalar(slot) => {
+            ("scalar".into(), vec![program.scalars()[usize::from(slot)].name.clone().into()])
+        }
+        Node::Load(array, indices) => {
+            let name = program.arrays()[usize::from(array)].name.clone().into();
+            ("load".into(), [name].into_iter().chain(indices.into_iter().flatten().map(at)).collect())
+        }
+        Node::Unary(Unary::Neg, x) => ("neg".into(), vec![at(x)]),
+        Node::Unary(op, x) => (op.name().into(), vec![at(x)]),
+        Node::Binary(op, a, b) => (op.name().into(), vec![at(a), at(b)]),
+        Node::Select(c, a, b) => ("select".into(), vec![at(c), at(a), at(b)]),
     }
 }
 

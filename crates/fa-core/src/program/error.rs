@@ -158,6 +158,14 @@ pub enum ProgramProblem {
         /// The array.
         name: String,
     },
+    /// An index of an array whose gradient is wanted that follows the score.
+    #[error(
+        "an index of array `{name}` follows the score `s`: its gradient is not computed, leave `grad` out"
+    )]
+    IndexOfScore {
+        /// The array.
+        name: String,
+    },
     /// No mask and no score.
     #[error("a program ends in an expression, or sets `mask = ..;`, `score = ..;` or `weight = ..;`")]
     NoResult,

@@ -214,12 +214,25 @@ fn refuse_gradients(graph: &Graph, weight: NodeId) -> Result<(), ProgramProblem>
 
 /// `program`'s own nodes in `graph`, whose arrays and scalars include its own, with `s` as the score.
 pub(super) fn copied(program: &Program, graph: &mut Graph, s: NodeId) -> Result<Results, ProgramProblem> {
+    copied_but(program, graph, |_, node| (node == Node::Var(Var::S)).then_some(s))
+}
+
+/// `program`'s own nodes in `graph`, whose arrays and scalars include its own. `replaced`: the node of `graph`
+/// that stands for one of them.
+pub(super) fn copied_but(
+    program: &Program,
+    graph: &mut Graph,
+    replaced: impl Fn(NodeId, Node) -> Option<NodeId>,
+) -> Result<Results, ProgramProblem> {
     let mut places: Vec<NodeId> = Vec::with_capacity(program.own);
-    for &node in &program.graph.nodes[..program.own] {
+    for (id, node) in program.own() {
         let at = |x: NodeId| places[x.index()];
+        if let Some(there) = replaced(id, node) {
+            places.push(there);
+            continue;
+        }
         places.push(match node {
             Node::Const(value) => graph.value(Value::of(value))?,
-            Node::Var(Var::S) => s,
             Node::Var(var) => graph.var(var)?,
             Node::Scalar(scalar) => {
                 let name = &program.scalars()[usize::from(scalar)].name;

@@ -34,11 +34,7 @@ impl ArrayGradient {
         let mut all: Vec<ArrayGradient> = Vec::new();
         for (index, gradient) in program.gradients().iter().enumerate() {
             let axes = program.axes(gradient.load);
-            let plain = [Axis::Batch, Axis::Head, Axis::HeadKv, Axis::Query, Axis::Key];
-            let count = |axis: &Axis| axes.iter().filter(|own| *own == axis).count();
-            let heads = count(&Axis::Head) + count(&Axis::HeadKv);
-            let is_plain = axes.iter().all(|axis| plain.contains(axis) && count(axis) == 1) && heads <= 1;
-            if !is_plain || all.iter().any(|own| own.slot == gradient.array) {
+            if !program.is_direct(gradient.array) {
                 return Err(lacks);
             }
             all.push(ArrayGradient { slot: gradient.array, index, axes, lengths: Vec::new() });

@@ -1,0 +1,296 @@
+"""Gradients of arrays that kernels do not sum, as those of tables by distance and of elements that other
+arrays name: an array with an element for each place, which torch gathers, stands for each of their loads, and
+torch adds up its gradient."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache, reduce
+
+import torch
+
+from . import _core
+from ._modifications import extents_of
+
+_INT, _FLOAT = torch.int32, torch.float32
+_AXES = "bhqk"
+
+
+@lru_cache(maxsize=4096)
+def _described(texts):
+    """What `Program::with_direct_gradients` makes of a call's programs; None where nothing is replaced."""
+    try:
+        made = _core.program_direct(reduce(_core.program_with, texts))
+    except _core.InputError:
+        # Too many arrays: as kernels refuse the program that it is.
+        return None
+    return None if made is None else json.loads(made)
+
+
+class DirectGradients:
+    """A call's programs with gathered arrays (`programs`), and rooms for the gradients that the backward
+    writes (`gradients`)."""
+
+    @classmethod
+    def of(cls, q, k, options, extras, programs, gradients):
+        """None where kernels sum all gradients."""
+        found = _described(tuple(programs[0]))
+        return None if found is None else cls(found, q, k, options, extras, programs, gradients)
+
+    def __init__(self, found, q, k, options, extras, programs, gradients):
+        _, arrays, scalars = programs
+        wanted, arrays = dict(gradients), dict(arrays)
+        places = _Places(found, arrays, dict(scalars), _variables(q, k, options, extras))
+        self.loads, kept = [], [one for one in arrays.items() if one[0] in _declared(found["text"])]
+        for load in found["loads"]:
+            gather = places.gather(load)
+            # In f32, as gradients are summed.
+            values = gather.of(arrays[load["array"]]).to(_FLOAT)
+            kept.append((load["name"], values))
+            made = torch.zeros(values.shape, dtype=_FLOAT, device=q.device)
+            self.loads.append((load, gather, made, wanted.get(load["array"])))
+        self.programs = ([found["text"]], kept, scalars)
+        replaced = {load["array"] for load in found["loads"]}
+        own = [one for one in gradients if one[0] not in replaced]
+        self.gradients = own + [(load["name"], made) for load, _, made, _ in self.loads]
+
+    def add_up(self):
+        """Writes the gradients of the arrays that were replaced."""
+        for room in {id(room): room for *_, room in self.loads if room is not None}.values():
+            room.zero_()
+        for _, gather, made, room in self.loads:
+            if room is not None:
+                gather.add(room, made)
+
+
+def _declared(text):
+    """The names of the arrays that a program's canonical text declares."""
+    lines = (line.split() for line in text.splitlines())
+    return {words[1].rstrip(":") for words in lines if words and words[0] == "array"}
+
+
+def _variables(q, k, options, extras):
+    """The variables of a program, each with the axes (batch, heads, queries, keys) that it follows."""
+    extents = extents_of(q, k, extras)
+    made = {}
+    for at, (name, size) in enumerate(zip(_AXES, extents)):
+        shape = [1] * 4
+        shape[at] = -1
+        made[name] = torch.arange(size, dtype=_INT, device=q.device).view(shape)
+    made["hk"] = made["h"] // (q.shape[-2] // k.shape[-2])
+    made["sq"] = _lengths(extents.rows, "cu_seqlens_q", "seqused_q", extras, q.device)
+    made["sk"] = _lengths(extents.keys, "cu_seqlens_k", "seqused_k", extras, q.device)
+    made["off"] = made["sk"] - made["sq"] + (options.query_offset or 0)
+    return made
+
+
+def _lengths(most, starts, used, extras, device):
+    """Those of each sequence."""
+    starts, used = (None, None) if extras is None else (getattr(extras, starts), getattr(extras, used))
+    if used is not None:
+        return used.to(_INT).view(-1, 1, 1, 1)
+    if starts is not None:
+        return starts.diff().to(_INT).view(-1, 1, 1, 1)
+    return torch.full((), most, dtype=_INT, device=device)
+
+
+def _shifted(operation, x, by, outside):
+    fits = (by >= 0) & (by < 32)
+    return torch.where(fits, operation(x, by.clamp(0, 31)), outside(x))
+
+
+def _to_int(x):
+    if x.dtype == torch.bool:
+        return x.to(_INT)
+    return x.double().nan_to_num(0.0).clamp(-(2**31), 2**31 - 1).to(_INT)
+
+
+# By the names of fa_core::program's operations, whose results they are at the edges too.
+_OPERATIONS = {
+    "neg": torch.neg,
+    "~": torch.bitwise_not,
+    "abs": torch.abs,
+    "floor": torch.floor,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": torch.log,
+    "log2": torch.log2,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "f32": lambda x: x.to(_FLOAT),
+    "i32": _to_int,
+    "+": torch.add,
+    "-": torch.sub,
+    "*": torch.mul,
+    "/": torch.div,
+    "//": torch.floor_divide,
+    "%": torch.remainder,
+    "<<": lambda x, by: _shifted(torch.bitwise_left_shift, x, by, torch.zeros_like),
+    ">>": lambda x, by: _shifted(torch.bitwise_right_shift, x, by, lambda x: x >> 31),
+    "&": torch.bitwise_and,
+    "|": torch.bitwise_or,
+    "^": torch.bitwise_xor,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "<": torch.lt,
+    "<=": torch.le,
+    "==": torch.eq,
+    "!=": torch.ne,
+    "select": torch.where,
+}
+
+
+class _Places:
+    """What a program's integers are at all places of a call."""
+
+    def __init__(self, found, arrays, scalars, variables):
+        self.nodes, self.elements = found["nodes"], found["elements"]
+        self.arrays, self.scalars = arrays, scalars
+        self.variables = variables
+        self.device = variables["q"].device
+        self.known = {}
+
+    def gather(self, load):
+        """How a load's elements lie in its array."""
+        if load["is_by_distance"]:
+            rows, keys = self.variables["q"].numel(), self.variables["k"].numel()
+            distance = torch.arange(1 - keys, rows, dtype=_INT, device=self.device).view(1, 1, 1, -1)
+            along = dict(self.variables, q=distance.clamp(min=0), k=(-distance).clamp(min=0))
+            others = _Places(dict(nodes=self.nodes, elements=self.elements), self.arrays, self.scalars, along)
+            own = [name for name in load["axes"] if name != "q"]
+            return _ByDistance(others._elements(load["indices"], load["array"], own), rows, keys)
+        return self._elements(load["indices"], load["array"], load["axes"])
+
+    def _elements(self, indices, array, axes):
+        shape = self.arrays[array].shape
+        found = [self._index(at, size) for at, size in zip(indices, shape)]
+        # The axes that indices other than plain ones follow: plain ones of the same are theirs.
+        own = [x.shape for x in found if isinstance(x, torch.Tensor)]
+        own = [name for name, size in zip(_AXES, torch.broadcast_shapes(*own)) if size > 1] if own else []
+        for at, index in enumerate(found):
+            if isinstance(index, str) and index in own:
+                found[at] = self._of_tensor(index, shape[at])
+        sizes = {name: self.variables[name].numel() for name in _AXES}
+        return _Elements(found, own, axes, sizes)
+
+    def _index(self, at, size):
+        """An index of an axis: a number, the name of a variable that it is, or a tensor of four axes."""
+        operation, operands = self.nodes[at]
+        if size == 1 or operation == "constant":
+            return 0 if size == 1 else min(max(operands[0], 0), size - 1)
+        if operation == "variable" and operands[0] in _AXES and size >= self.variables[operands[0]].numel():
+            return operands[0]
+        return self._of_tensor(self.value(at), size)
+
+    def _of_tensor(self, index, size):
+        index = self.variables[index] if isinstance(index, str) else index
+        return index.long().clamp(0, size - 1).reshape((1,) * (4 - index.dim()) + tuple(index.shape))
+
+    def value(self, at):
+        """That of a node, of four axes or none."""
+        if at not in self.known:
+            operation, operands = self.nodes[at]
+            self.known[at] = self._computed(operation, operands)
+        return self.known[at]
+
+    def _computed(self, operation, operands):
+        if operation == "variable":
+            return self.variables[operands[0]]
+        if operation in ("constant", "scalar", "float"):
+            number = self.scalars[operands[0]] if operation == "scalar" else operands[0]
+            number = float(number) if operation == "float" else number
+            dtype = {bool: torch.bool, int: _INT, float: _FLOAT}[type(number)]
+            return torch.full((), number, dtype=dtype, device=self.device)
+        if operation == "load":
+            return self._element(operands[0], [self.value(at) for at in operands[1:]])
+        return _OPERATIONS[operation](*map(self.value, operands))
+
+    def _element(self, name, indices):
+        array, element = self.arrays[name], self.elements[name]
+        bit = None
+        if element == "bits":
+            bit = indices[-1].clamp(0, array.shape[-1] * 32 - 1)
+            indices = [*indices[:-1], bit // 32]
+        indices = [index.long().clamp(0, size - 1) for index, size in zip(indices, array.shape)]
+        found = array[tuple(indices)]
+        if bit is not None:
+            return (found >> (bit % 32)) & 1 == 1
+        if element == "bool":
+            return found != 0
+        return found.to(_INT if element in ("i32", "u8") else _FLOAT)
+
+
+class _Elements:
+    """The elements of an array at indices: numbers, names of variables, which are those of the first elements
+    of an axis, and tensors, which follow the variables of `own`. Their axes are `axes`, of 1 where no index
+    follows one."""
+
+    def __init__(self, indices, own, axes, sizes):
+        self.indices, self.sizes = indices, sizes
+        self.tensors = [x for x in indices if isinstance(x, torch.Tensor)]
+        self.names = [x for x in indices if isinstance(x, str)]
+        order = self.names + own
+        self.order = [order.index(name) for name in axes if name in order]
+        self.missing = [at for at, name in enumerate(axes) if name not in order]
+        if self.tensors:
+            shape = torch.broadcast_shapes(*(x.shape for x in self.tensors))
+            shape = [size for size in shape if size > 1]
+            self.tensors = [x.reshape(shape) for x in torch.broadcast_tensors(*self.tensors)]
+
+    def _part(self, array):
+        """The part of an array whose last axes the tensors index."""
+        axis = 0
+        for index in self.indices:
+            if isinstance(index, int):
+                array = array.select(axis, index)
+            elif isinstance(index, str):
+                array, axis = array.narrow(axis, 0, self.sizes[index]), axis + 1
+            else:
+                array = array.movedim(axis, -1)
+        return array
+
+    def of(self, array):
+        part = self._part(array)
+        if self.tensors:
+            part = torch.ops.aten.index(part, [*[None] * len(self.names), *self.tensors])
+        part = part.permute(self.order)
+        for at in self.missing:
+            part = part.unsqueeze(at)
+        # An array of a program has an axis.
+        return part if part.dim() else part.reshape(1)
+
+    def add(self, room, made):
+        """Adds to the gradient of an array what that of its elements is."""
+        if not self.order and not self.missing:
+            made = made.reshape(())
+        for at in reversed(self.missing):
+            made = made.squeeze(at)
+        made = made.permute([self.order.index(at) for at in range(len(self.order))])
+        part = self._part(room)
+        if self.tensors:
+            torch.ops.aten.index_put_(part, [*[None] * len(self.names), *self.tensors], made, True)
+        else:
+            part.add_(made)
+
+
+class _ByDistance:
+    """Elements that follow the distance of the query and the key: gathered once for each distance, the lowest
+    first."""
+
+    def __init__(self, elements, rows, keys):
+        self.elements, self.rows, self.keys = elements, rows, keys
+
+    def of(self, array):
+        # The elements of a row are neighbours, and those of the next row one place before.
+        return self.elements.of(array).flip(-1).unfold(-1, self.keys, 1).flip(-2)
+
+    def add(self, room, made):
+        # Each row one place behind the one before, so that a distance is a column.
+        wide = torch.nn.functional.pad(made.flip(-2), (0, self.rows)).flatten(-2)
+        wide = wide[..., : self.rows * (self.keys + self.rows - 1)]
+        line = wide.unflatten(-1, (self.rows, self.keys + self.rows - 1)).sum(-2)
+        self.elements.add(room, line.flip(-1))
