@@ -640,6 +640,11 @@ def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gq
         query, key, value = _broadcast(query, key, value)
     # One head of keys is shared by all heads of queries.
     q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
+    if alignment is _TOP_LEFT and q.shape[1] < k.shape[1] == v.shape[1]:
+        # Keys that no query sees are left out: no kernel has a mask whose diagonal ends so far to the left.
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.shape[-1:] == (k.shape[1],):
+            attn_mask = attn_mask[..., : q.shape[1]]
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if composed.is_composed(query, key, value):
         return _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents)

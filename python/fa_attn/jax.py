@@ -493,10 +493,17 @@ def dot_product_attention(
         sides = local_window_size
         window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
     has_mask = is_causal or window != (-1, -1)
+    last = q.shape[1] + (0 if is_causal else window[1])
+    if (is_causal or window[1] >= 0) and key_value_seq_lengths is None and last < k.shape[1] == v.shape[1]:
+        # Keys that no query sees are left out: no kernel has a mask whose diagonal ends so far to the left.
+        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :last] for x in (bias, mask))
+        k, v = k[:, :last], v[:, :last]
     band = None
     are_equal = query_seq_lengths is key_value_seq_lengths
     query_seq_lengths, key_value_seq_lengths = map(_lengths, (query_seq_lengths, key_value_seq_lengths))
-    if has_mask and not are_equal:
+    # Nor one that begins beyond the last key.
+    is_beyond = 0 <= window[0] < q.shape[1] - k.shape[1]
+    if has_mask and (is_beyond or not are_equal):
         # By indices, since the bottom right is elsewhere in each sequence.
         band, is_causal, window = _band(is_causal, window), False, (-1, -1)
         has_mask = False

@@ -286,6 +286,31 @@ def test_torchs_causal_biases_are_read_by_what_they_say(lengths, alignment):
         fa_attn.flash_attn_func(*(x.transpose(1, 2) for x in own), mask=bias)
 
 
+@pytest.mark.parametrize("masked", [None, "bool", "added", "of rows"])
+def test_keys_beyond_the_last_query_reach_no_kernel(masked, monkeypatch):
+    """No kernel has a causal mask whose diagonal ends before the first key."""
+    rows, keys = 7, 30
+    own, true = inputs((B, H, rows, D), (B, H, keys, D), (B, H, keys, D))
+    seen = torch.ones(rows, keys).bool().tril()
+    masks = {"bool": draw(rows, keys) > -1.0, "added": draw(H, rows, keys), "of rows": draw(rows, 1)}
+    mask = masks.get(masked)
+    calls, plain = [], fa_attn.flex.attention
+
+    def called(q, k, v, options, *others, **named):
+        calls.append((k.shape[1], options.query_offset))
+        return plain(q, k, v, options, *others, **named)
+
+    monkeypatch.setattr(fa_attn.flex, "attention", called)
+    got = fa_attn.scaled_dot_product_attention(*own, mask, is_causal=True)
+    assert calls == [(rows, 0)]
+    added = 0.0 if mask is None else torch.where(mask, 0.0, -math.inf) if masked == "bool" else mask
+    scores = (true[0] @ true[1].mT / D**0.5 + added).masked_fill(~seen, -math.inf)
+    want = torch.softmax(scores, -1).nan_to_num() @ true[2]
+    assert (got - want).abs().max() < 1e-5
+    for one, other in zip(torch.autograd.grad(got.sum(), own), torch.autograd.grad(want.sum(), true)):
+        assert (one - other).abs().max() < 1e-4
+
+
 def test_the_largest_scores_are_those_after_mask_and_change():
     q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
     bias = draw(H, S).requires_grad_()

@@ -131,6 +131,34 @@ def test_dot_product_attention_is_jax_s_from_the_top_left(options):
     near(jax.jit(lambda q: dot_product_attention(q, K, V, **options))(Q), want)
 
 
+@pytest.mark.parametrize("lengths", [(3, 15), (12, 2)])
+@pytest.mark.parametrize("window", [None, (2, 5), (1, 0), 1])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_from_the_top_left_of_other_lengths(lengths, window, is_causal, monkeypatch):
+    """No kernel has a mask whose diagonal ends before the first key, or begins beyond the last."""
+    rows, keys = lengths
+    calls, plain = [], fa_attn.jax.flash_attn_varlen_func
+
+    def called(*arrays, **options):
+        calls.append((arrays[1].shape[1], options))
+        return plain(*arrays, **options)
+
+    monkeypatch.setattr(fa_attn.jax, "flash_attn_varlen_func", called)
+    given = dict(is_causal=is_causal, local_window_size=window)
+    q, k, v = Q[:, :rows], K[:, :keys], V[:, :keys]
+    got = dot_product_attention(q, k, v, **given)
+    ((count, options),) = calls
+    left, right = options["window_size"]
+    right = 0 if options["causal"] else right
+    offset = options["query_offset"]
+    assert count <= keys and (right < 0 or right + offset >= 0) and (left < 0 or left >= offset)
+    left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
+    distance = jnp.arange(keys) - jnp.arange(rows)[:, None]
+    seen = (distance >= -left if left >= 0 else distance < keys) & (distance <= right if right >= 0 else True)
+    seen = (seen & (distance <= 0) if is_causal else seen).any(1)[:, None, None]
+    near(got, jnp.where(seen, jax.nn.dot_product_attention(q, k, v, **given), 0.0))
+
+
 def test_masks_of_numbers_are_refused_as_by_jax():
     for wrong in (MASK.astype(float), MASK.astype(int), MASK.tolist()):
         with pytest.raises(fa_attn.InputTypeError, match="mask holds .*: it must be bool"):
