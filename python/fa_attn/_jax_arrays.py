@@ -76,13 +76,13 @@ class JaxArrays(Arrays):
         is_seen = np.arange(table.shape[1])[None] < used[:, None]
         return np.where(is_seen[:, None], scores, -np.inf).max(-1)
 
-    def sunk(self, out, lse, sinks):
+    def sunk(self, out, lse, sinks, like):
         np = self.library.jax.numpy
         is_blind = np.isneginf(lse)
         column = np.asarray(sinks, np.float32).reshape((1,) * (lse.ndim - 2) + (-1, 1))
         above = np.where(is_blind, 0.0, lse) - column
         share = np.where(is_blind, 0.0, self.library.jax.nn.sigmoid(above))
-        return (out.astype(np.float32) * np.swapaxes(share, -1, -2)[..., None]).astype(out.dtype)
+        return (out.astype(np.float32) * np.swapaxes(share, -1, -2)[..., None]).astype(like.dtype)
 
     def without_blind(self, lse):
         np = self.library.jax.numpy

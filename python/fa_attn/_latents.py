@@ -140,8 +140,9 @@ class Latents:
                 largest[index] = (q[index].astype(np.float32) @ keys.T * np.float32(scale)).max(-1)
         return self.library.give(largest)
 
-    def sunk(self, out, lse, sinks):
-        """out (.., rows, heads, columns) with a sink in the denominators; lse (.., heads, rows) has none."""
+    def sunk(self, out, lse, sinks, like):
+        """out (.., rows, heads, columns) in the type of `like`, with a sink in the denominators; lse (..,
+        heads, rows) has none."""
         np = self.library.np
         out, lse = self.library.host(out), self.library.host(lse)
         sinks = self.library.host(sinks).astype(np.float32)[:, None]
@@ -150,7 +151,7 @@ class Latents:
         # exp(88) is the last that float32 holds.
         share = np.where(above > 88, np.float32(0), 1 / (1 + np.exp(np.minimum(above, 88))))
         share = np.where(is_blind, np.float32(0), share).swapaxes(-1, -2)[..., None]
-        return self.library.give((out.astype(np.float32) * share).astype(out.dtype))
+        return self.library.give((out.astype(np.float32) * share).astype(self.library.host(like).dtype))
 
     def without_blind(self, lse):
         """lse with +inf for rows that see no key."""

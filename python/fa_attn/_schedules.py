@@ -25,7 +25,6 @@ class SchedulerMetadata:
     page_size: Optional[int]
     causal: bool
     window_size: Window
-    has_softcap: bool
     division: Any
     attention_chunk: int = 0
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
@@ -43,7 +42,6 @@ class SchedulerMetadata:
             "page_size": k_cache.shape[1] if is_paged else None,
             "causal": numbers.causal,
             "window_size": numbers.window,
-            "has_softcap": numbers.softcap != 0.0,
             "attention_chunk": 0 if chunk is None else chunk,
         }
         for name, have in there.items():
@@ -111,9 +109,11 @@ def get_scheduler_metadata(
     make another when they change. It is optional: without it each call plans its own work, as do calls that
     are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is
     planned (on the CPU, or for equal lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls
-    that do not give their own. A call that contradicts the arguments raises an error.
+    that do not give their own. `has_softcap` is not needed: each kernel has a plan of its own. A call that
+    contradicts the other arguments raises an error.
     """
     read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
+    flag("has_softcap", has_softcap)
     division = division_of(num_splits, pack_gqa)
     lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
@@ -140,7 +140,6 @@ def get_scheduler_metadata(
         page_size=None if page_size is None else count("page_size", page_size, 1),
         causal=numbers.causal,
         window_size=numbers.window,
-        has_softcap=flag("has_softcap", has_softcap),
         division=division,
         attention_chunk=0 if attention_chunk is None else count("attention_chunk", attention_chunk),
     )

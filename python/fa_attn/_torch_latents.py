@@ -56,11 +56,11 @@ def largest_scores(q, rows, table, used, scale):
     return largest
 
 
-def sunk(out, lse, sinks):
+def sunk(out, lse, sinks, like):
     is_blind = lse == -torch.inf
     share = torch.sigmoid(lse.masked_fill(is_blind, 0.0) - sinks.to(FLOAT)[:, None])
     share = share.masked_fill(is_blind, 0.0).transpose(-1, -2)[..., None]
-    return (out.to(FLOAT) * share).to(out.dtype)
+    return (out.to(FLOAT) * share).to(like.dtype)
 
 
 def without_blind(lse):

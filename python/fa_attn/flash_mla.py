@@ -5,8 +5,8 @@ have 576 columns, 512 of the latent and 64 that rotary embedding turned; queries
 for each of up to 128 heads. Names, arguments, layouts and results are FlashMLA's, and so are two conventions
 that other functions here do not have: the default scale is that of the rows, 1 / sqrt(576), although models
 have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE is +inf for a row that sees no
-key. Any page size, number of heads and of columns; arrays of numpy, torch and other libraries, of float16 and
-bfloat16, on the CPU also float32. There are no gradients.
+key (`fa_attn.merge` takes parts with -inf there). Any page size, number of heads and of columns; arrays of
+numpy, torch and other libraries, of float16 and bfloat16, on the CPU also float32. There are no gradients.
 
 On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,
 nothing is read on the host, and calls can be captured; other GPUs have no such kernel, and an error says so.
@@ -184,8 +184,11 @@ def flash_mla_with_kvcache(
             _columns(q, cache, "extra_k_cache", head_dim_v)
             named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
             more, more_lse = _on_indices(face, tokens, cache, columns, numbers, *named)
-            made, lse = merge([made, more], [lse, more_lse])
-    made, lse = _finished(face, made, lse, attn_sink)
+            # The sink comes after: rounded once.
+            made, lse = merge([made, more], [lse, more_lse], dtype=None if attn_sink is None else lse.dtype)
+            made, lse = _finished(face, made, lse, attn_sink, more)
+            return _written(face, made, out), lse
+    made, lse = _finished(face, made, lse, attn_sink, made)
     return _written(face, made, out), lse
 
 
@@ -225,7 +228,7 @@ def flash_mla_sparse_fwd(
     of_tokens: Any = indices
     named = ("indices", of_tokens, topk_length)
     made, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
-    made, lse = _finished(face, made, lse, attn_sink)
+    made, lse = _finished(face, made, lse, attn_sink, made)
     largest = None
     if flag("return_max_logits", return_max_logits):
         chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
@@ -411,12 +414,13 @@ def _in_parts(face, q, cache, columns, numbers, places, sequences):
     return parts[0] if len(parts) == 1 else tuple(map(face.one_after_another, zip(*parts)))
 
 
-def _finished(face, out, lse, sinks):
+def _finished(face, out, lse, sinks, like):
+    """(out, lse) with the sink in the denominators of out, which gets the type of `like`."""
     if sinks is not None:
         need = tuple(out.shape[-2:-1])
         if tuple(array("attn_sink", sinks).shape) != need:
             raise InputError(f"attn_sink has the shape {tuple(sinks.shape)}: it must be {need}, (heads_q,)")
-        out = face.sunk(out, lse, sinks)
+        out = face.sunk(out, lse, sinks, like)
     return out, face.without_blind(lse)
 
 

@@ -470,7 +470,6 @@ fn is_described(
         && is_number(intern!(py, "headdim_v"), problem.head_dim_v)?
         && is_number(intern!(py, "attention_chunk"), 0)?
         && metadata.getattr(intern!(py, "causal"))?.extract::<bool>()? == options.causal
-        && metadata.getattr(intern!(py, "has_softcap"))?.extract::<bool>()? == (options.softcap != 0.0)
         && window == (left.max(-1), right.max(-1))
         && (dtype.is_none() || dtype.is(&q.getattr(intern!(py, "dtype"))?))
         && page.is_none_or(has_page))

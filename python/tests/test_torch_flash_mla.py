@@ -334,6 +334,23 @@ def test_rows_of_codes(width, dtype, most_apart, room, monkeypatch):
     close(both_lse, one_lse.double(), 1e-4)
 
 
+def test_a_sink_beside_two_caches_is_rounded_once():
+    q, cache, _, _ = step(2, 2, 8, 64, page=16, most=70)
+    rows = torch.nonzero(cache[..., 0, 0].isfinite().flatten())[:, 0].int()
+    indices = rows[torch.randint(0, len(rows), (2, 2, 24))]
+    sinks = torch.randn(8)
+    call = dict(softmax_scale=0.2, extra_k_cache=cache, extra_indices_in_kvcache=indices[..., 9:])
+    of = (q, cache, None, None, 48)
+    out, lse = flash_mla.flash_mla_with_kvcache(*of, indices=indices[..., :9], attn_sink=sinks, **call)
+    parts = [
+        flash_mla.flash_mla_with_kvcache(*of, softmax_scale=0.2, indices=indices[..., part])
+        for part in (slice(9), slice(9, 24))
+    ]
+    both, both_lse = fa_attn.merge(*zip(*parts), dtype=torch.float32)
+    share = torch.sigmoid(both_lse - sinks[:, None]).transpose(1, 2)[..., None]
+    assert torch.equal(out, (both * share).bfloat16()) and torch.equal(lse, both_lse)
+
+
 def test_all_codes_and_scales_of_packed_rows():
     """NaN stays NaN, powers of two reach from 2^-127 to 2^127."""
     cache = torch.zeros(1, 1, 1, 584, dtype=torch.uint8)

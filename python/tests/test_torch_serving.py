@@ -402,7 +402,11 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
     table = torch.arange(3, dtype=torch.int32, device=device)[:, None]
     got = fa_attn.flash_attn_with_kvcache(q, k, v, block_table=table, scheduler_metadata=metadata, **options)
     close(got, want, dtype)
-    for change in (dict(causal=False), dict(softcap=3.0), dict(window_size=(5, 0))):
+    # Engines do not say whether there is a soft cap: a kernel with one has a plan of its own.
+    capped = fa_attn.flash_attn_with_kvcache(q, k, v, softcap=3.0, **options)
+    got = fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, softcap=3.0, **options)
+    assert torch.equal(got, capped) and not torch.equal(got, want)
+    for change in (dict(causal=False), dict(window_size=(5, 0))):
         with pytest.raises(fa_attn.InputError, match=f"scheduler_metadata is of .*{next(iter(change))}"):
             fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, **{**options, **change})
     with pytest.raises(fa_attn.InputError, match="num_heads_q = 4, the call has 2"):

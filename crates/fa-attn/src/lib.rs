@@ -69,6 +69,32 @@
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
+//! A mask or a change of scores of the caller's own is a [`program`], and the arrays that it reads are given
+//! to each call:
+//!
+//! ```
+//! use fa_attn::program::{ArrayData, ArrayView, Inputs, Program};
+//! use fa_attn::{Dtype, Engine, ForwardTensors, Mask, Output, Pass, Problem, ScoreMod, Tensor, TensorLayout};
+//!
+//! // Four tokens of two documents.
+//! let own = Program::parse("array document: i32[_]; mask = document[q] == document[k];")?.intern()?;
+//! let problem = Problem::square(1, 4, 2, 8, Mask::CAUSAL, Dtype::F32)
+//!     .with_score(ScoreMod::NONE.with_program(Some(own)));
+//! let documents = ArrayView::contiguous(ArrayData::I32(&[0, 0, 1, 1]), &[4]);
+//! let inputs = Inputs::new(&own, vec![documents], vec![])?;
+//!
+//! let q = Tensor::filled([1, 4, 2, 8], TensorLayout::Bshd, 1.0f32);
+//! let v = Tensor::new([1, 4, 2, 8], (0..64).map(|i| (i / 16) as f32).collect())?;
+//! let mut output = Output::new(&problem, TensorLayout::Bshd)?;
+//! let tensors = [q.view("q")?, q.view("k")?, v.view("v")?];
+//! let (out, lse) = (output.out.view_mut("out")?, &mut output.lse[..]);
+//! let call = Engine::new()?.bind(&problem, Pass::Forward)?;
+//! call.run(ForwardTensors::new(tensors, out, lse).with_program(&inputs))?;
+//! // The third token begins a document, the fourth sees both of its tokens.
+//! assert!((output.out.data[2 * 16] - 2.0).abs() < 1e-6 && (output.out.data[3 * 16] - 2.5).abs() < 1e-6);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Results over different keys of the same queries are combined by [`merge`].
 //!
 //! A cache grows in place, with rotary embedding of keys and queries ([`Append`], [`Rotary`]):
@@ -118,6 +144,7 @@
 //! - `engine`, `call`, `tensors`, `extras`: what the examples above use. A call runs on fa-cpu's tiles;
 //!   `host` takes its tensors to the GPU and back, and `reference` computes it by the formula in f64.
 //! - `merge`: combines partial results in host memory; [`device::Gpu::merge`] those in a GPU's memory.
+//! - [`program`]: masks and changes of scores of the caller's own.
 //! - [`Engine::append`]: appends keys and values to a cache in host memory, with rotary embedding;
 //!   [`device::Gpu::append`] and [`device::DeviceAppend`] do so in a GPU's memory.
 //! - `device`: a GPU, its tensors, launches and their time; `cuda`: the types of cudarc that it takes.
@@ -155,12 +182,12 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
-pub use fa_core::quantize;
 pub use fa_core::{
-    Alibi, Append, Arch, CacheCodes, DescaleForm, Descales, Division, Dtype, Extra, Family, KernelSpec,
-    LaunchPlan, Lengths, Mask, MaskKind, Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary,
-    RotaryPairs, RotaryQueries, ScoreMod, ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
+    Alibi, Append, Arch, CacheCodes, DescaleForm, Descales, Division, Dropout, Dtype, Extra, Family,
+    KernelSpec, LaunchPlan, Lengths, Mask, MaskKind, Merge, Pass, Problem, ProblemKey, QueryPositions,
+    Rotary, RotaryPairs, RotaryQueries, ScoreMod, ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
 };
+pub use fa_core::{program, quantize};
 #[doc(hidden)]
 pub use fa_cpu::Element as CpuElement;
 pub use fa_cpu::append::{CacheMut, append};

@@ -175,6 +175,12 @@ fn report(program: Interned, args: &CheckModArgs) -> Result<Report, InputError> 
     let problem = Problem::square(1, queries, 1, 64, Mask::FULL, Dtype::Bf16)
         .with_lengths(Lengths::uniform(1, queries, keys))
         .with_score(ScoreMod::NONE.with_program(Some(program)));
+    let flag = if args.inputs.is_some() { "--inputs" } else { "--draw" };
+    if (args.inputs.is_some() || args.draw.is_some()) && program.arrays().is_empty() && scalars.is_empty() {
+        return Err(InputError::Usage(format!(
+            "{flag}: the program reads no arrays and no scalars, leave it out"
+        )));
+    }
     let given = match (&args.inputs, args.draw) {
         (Some(path), _) => Some(programs::read(&TensorFile::open(path)?, program, &problem, &scalars)?),
         (None, Some(seed)) => OwnedInputs::drawn(&problem, seed),

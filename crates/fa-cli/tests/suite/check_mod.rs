@@ -53,6 +53,11 @@ fn arrays_are_tensors_of_a_file_or_drawn_and_what_is_built_in_is_said() {
     let outcome = fa_args(&["check-mod", "array x: i32[_]; x[q] == k", "--inputs", text(&file)]);
     assert_eq!(outcome.code, 2);
     assert!(outcome.stderr.contains("'x'"), "{}", outcome.stderr);
+    for flags in [["--inputs", text(&file)], ["--draw", "1"]] {
+        let outcome = fa_args(&[&["check-mod", "k <= q"], &flags[..]].concat());
+        let says = format!("{}: the program reads no arrays", flags[0]);
+        assert!(outcome.code == 2 && outcome.stderr.contains(&says), "{}", outcome.stderr);
+    }
 }
 
 #[test]
