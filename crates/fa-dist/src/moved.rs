@@ -105,6 +105,15 @@ fn scalars<T: Copy>(
     moved.scalars().iter().filter_map(|scalar| own(&scalar.name)).collect()
 }
 
+/// The scalars of the program of a part whose values the plan knows.
+pub(crate) fn known(program: &Program, places: &[Place]) -> Vec<Option<Value>> {
+    let of = |name: &str| {
+        let is_own = |(var, _): &&Place| scalar(*var).is_some_and(|(own, _)| own == name);
+        places.iter().find(is_own).map(|(_, value)| Value::I32(*value))
+    };
+    program.scalars().iter().map(|scalar| of(&scalar.name)).collect()
+}
+
 /// The arrays of a moved program, from those of the `whole` one and the slopes.
 fn arrays<T: Clone>((whole, moved): (Option<&Program>, &Program), given: &[T], slopes: Option<T>) -> Vec<T> {
     let own = |name: &str| {

@@ -12,7 +12,8 @@ use crate::block::{Block, block, packed_block};
 use crate::error::Error;
 use crate::moved::moved;
 use crate::program::{Buffer, Cell, Part, Shape};
-use crate::shard::{Layout, Shards};
+use crate::shard::{Layout, Shards, overlap};
+use crate::visible::Seen;
 
 /// How ranks work together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -81,6 +82,8 @@ pub struct ShardPlan {
     tiles: (usize, usize),
     /// The program of parts.
     program: Option<Interned>,
+    /// Of each chunk of queries the keys that the program's mask lets it see, where it has one.
+    seen: Vec<(Range<usize>, Option<Range<usize>>)>,
     /// Whether backwards take the gradient of the LSE.
     has_dlse: bool,
 }
@@ -109,6 +112,7 @@ impl ShardPlan {
             stages: 1,
             tiles: TILE,
             program: None,
+            seen: Vec::new(),
             has_dlse: false,
         };
         plan.deal(layout);
@@ -170,6 +174,16 @@ impl ShardPlan {
             true => Shards::new(Layout::Contiguous, world, keys * world, 1),
             false => Shards::new(layout, world, keys, align),
         };
+        self.seen = self.seen();
+    }
+
+    /// What each chunk of queries sees of all keys, by the mask of a program alone.
+    fn seen(&self) -> Vec<(Range<usize>, Option<Range<usize>>)> {
+        let in_parts = matches!(self.scheme, Scheme::Gather | Scheme::Ring);
+        let Some(seen) = Seen::of(&self.problem, &[]).filter(|_| in_parts) else { return Vec::new() };
+        let chunks = self.queries.bounds().windows(2).map(|pair| pair[0]..pair[1]);
+        let chunks = chunks.filter(|rows| !rows.is_empty());
+        chunks.map(|rows| (rows.clone(), seen.keys(&rows, &(0..self.keys.len()), self.tiles.1))).collect()
     }
 
     /// Whether each rank's keys are a cache of its own, in pages or with lengths in use: of a decode.
@@ -464,12 +478,19 @@ impl ShardPlan {
         }
     }
 
-    /// What of the mask is visible between some rows and some keys.
+    /// What of the mask is visible between some rows and some keys; of the rows of a chunk without the keys
+    /// at both ends that a program hides.
     pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
-        match &self.starts {
-            None => block(self.problem.mask, self.len(), rows, keys, self.tiles.1),
-            Some(starts) => packed_block(self.problem.mask, starts, rows, keys, self.tiles.1),
+        let cut = |keys| block(self.problem.mask, self.len(), rows.clone(), keys, self.tiles.1);
+        if let Some(starts) = &self.starts {
+            return packed_block(self.problem.mask, starts, rows, keys, self.tiles.1);
         }
+        let whole = cut(keys.clone())?;
+        let Some((_, seen)) = self.seen.iter().find(|(chunk, _)| *chunk == rows) else { return Some(whole) };
+        let found = seen.as_ref().and_then(|seen| cut(overlap(seen, &keys)?));
+        // Rows without a key have their sink yet.
+        let is_kept = |found: &Block| found.rows == whole.rows;
+        if self.problem.score.sinks && !found.as_ref().is_some_and(is_kept) { Some(whole) } else { found }
     }
 
     /// The problem of a kernel's call between rows and keys of the whole, of packed sequences that begin at
