@@ -6,13 +6,12 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 
-use fa_core::program::Var;
 use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_planner::plan::{self, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::moved::known;
+use crate::moved::{Place, known};
 use crate::plan::{Scheme, ShardPlan};
 use crate::program::{Lane, Op, Program, Step};
 use crate::shard::Layout;
@@ -143,7 +142,7 @@ impl Times {
     fn seen(
         &mut self,
         problem: &Problem,
-        places: &[(Var, i32)],
+        places: &[Place],
         pinned: Option<&KernelSpec>,
     ) -> Result<f64, Error> {
         let seconds = self.of(problem, pinned)?;

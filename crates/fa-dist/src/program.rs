@@ -6,7 +6,6 @@
 
 use std::ops::Range;
 
-use fa_core::program::Var;
 use fa_core::{Dtype, Problem, TensorLayout};
 
 /// A tensor of a rank.
@@ -114,8 +113,8 @@ pub struct Part {
     pub heads: Range<usize>,
     /// Where its packed sequences begin, queries and keys, where the plan knows it.
     pub starts: Option<[Vec<i32>; 2]>,
-    /// What variables of its program are in the whole, or begin at.
-    pub places: Vec<(Var, i32)>,
+    /// Scalars of its program by name: what variables are in the whole, or begin at.
+    pub places: Vec<(&'static str, i32)>,
 }
 
 /// One thing that a rank does.

@@ -119,7 +119,6 @@ fn programs_that_ranks_do_not_compute_are_refused() {
     };
     let own = of("mask = (q - k) % 4 == 0;");
     let dropped = fa_core::Dropout::new(0.5, 1, 0).unwrap().of(square.score).unwrap();
-    let lengths = Lengths::packed(2, 40, 40, 20, 20);
     let refused = |problem: &Problem, scheme| {
         ShardPlan::new(problem, 2, scheme, Layout::Zigzag).unwrap_err().to_string()
     };
@@ -127,15 +126,6 @@ fn programs_that_ranks_do_not_compute_are_refused() {
         |problem: Problem| refused(&problem.with_lengths(Lengths::uniform(1, 1, 40)), Scheme::Decode);
     assert!(decode(own).contains("a program of masks or scores: use gather, ulysses or ring"));
     assert!(decode(square.with_score(dropped)).contains("dropout: use gather, ulysses or ring"));
-    let packed = own.with_lengths(lengths);
-    for scheme in [Scheme::Gather, Scheme::Ring] {
-        let refused =
-            ShardPlan::packed(&packed, &[0, 20, 40], 2, scheme, Layout::Zigzag).unwrap_err().to_string();
-        assert!(
-            refused.contains("a program of masks or scores, of packed sequences: use ulysses"),
-            "{refused}"
-        );
-    }
     let learned = of("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];");
     let plan = ShardPlan::new(&learned, 2, Scheme::Gather, Layout::Zigzag).unwrap();
     let refused = plan.program(0, Pass::BACKWARD).unwrap_err().to_string();
@@ -205,4 +195,45 @@ fn keys_that_a_program_hides_are_left_out() {
         }
     }
     assert!(fewer > 60, "{fewer}");
+}
+
+/// Programs count rows and keys in each sequence, of which a rank may have the end of one and the beginning of
+/// another.
+#[test]
+fn programs_of_packed_sequences_see_the_numbers_of_the_whole() {
+    let texts = [
+        "mask = (q - k) % 3 == 0;",
+        "array slope: f32[_]; score = s - slope[h] * f32(abs(q + off - k));",
+        "score = s + 0.05 * f32(b) + 0.01 * f32(q - k) + 0.02 * f32(sq - 2 * sk + k);",
+        "mask = q // 6 == k // 6 or k < b;",
+    ];
+    let starts_of = [&[0, 5, 5, 30, 41][..], &[0, 41], &[0, 1, 2, 41], &[0, 20, 41, 41], &[0, 0, 17, 17, 41]];
+    for (text, starts) in texts.iter().flat_map(|text| starts_of.map(|starts| (text, starts))) {
+        let longest = starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap();
+        let lengths = Lengths::packed(starts.len() - 1, 41, 41, longest, longest);
+        let program = Program::parse(text).unwrap().intern().unwrap();
+        for mask in [Mask::CAUSAL, Mask::FULL, Mask::causal_window(9)] {
+            let plain = problem(1, (41, 41), (4, 2), mask).with_lengths(lengths);
+            let score = plain.score.with_program(Some(program));
+            let dropout = fa_core::Dropout::new(0.3, 7, 11).unwrap();
+            for score in [score, dropout.of(score).unwrap()] {
+                let own = plain.with_score(score);
+                let drawn = OwnedInputs::drawn(&own, 5).unwrap();
+                let inputs = drawn.view(&score.program.unwrap()).unwrap();
+                let cu_seqlens = Some(starts);
+                let extras = Extras { cu_seqlens_q: cu_seqlens, cu_seqlens_k: cu_seqlens, ..Extras::NONE };
+                let given = Arguments { extras, program: Some(&inputs), ..Arguments::default() };
+                for world in [1, 2, 3] {
+                    for (scheme, layout) in [
+                        (Scheme::Gather, Layout::Zigzag),
+                        (Scheme::Gather, Layout::Contiguous),
+                        (Scheme::Ring, Layout::Zigzag),
+                    ] {
+                        let plan = ShardPlan::packed(&own, starts, world, scheme, layout).unwrap();
+                        check_plan::<f32>(&plan.with_tiles(1, 4), given, Order::Listed);
+                    }
+                }
+            }
+        }
+    }
 }

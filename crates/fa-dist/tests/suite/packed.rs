@@ -60,10 +60,7 @@ fn packed_sequences_are_dealt_as_one() {
                     (Scheme::Ulysses, Layout::Contiguous),
                 ] {
                     for world in [1, 2, 3, 4] {
-                        let is_refused = scheme == Scheme::Ulysses && world == 3
-                            || problem.score.alibi.is_some()
-                                && mask == Mask::FULL
-                                && scheme == Scheme::Gather;
+                        let is_refused = scheme == Scheme::Ulysses && world == 3;
                         match ShardPlan::packed(&problem, starts, world, scheme, layout) {
                             Ok(plan) => {
                                 assert!(!is_refused);
