@@ -147,20 +147,20 @@ def of_all(tensor, group, world):
 
 
 def results_of_all(out, lse, group, world):
-    """O and LSE of all ranks, of one shape and type on each, by one transfer: lists of both."""
-    own = [x.contiguous().reshape(-1).view(torch.uint8) for x in (out, lse)]
-    (first, second), width = (len(x) for x in own), 16
-    # Kernels read whole vectors.
-    begin = first + -first % width
-    end = begin + second + -second % width
-    own.insert(1, own[0].new_empty(begin - first))
-    own.append(own[0].new_empty(end - begin - second))
+    """O and LSE of all ranks, of one shape and type on each, by one transfer: of both a sequence."""
+    own, ends = [], []
+    for x in (out, lse):
+        own.append(x.contiguous().view(-1).view(torch.uint8))
+        ends.append(sum(map(len, own)))
+        # Kernels read whole vectors.
+        if ends[-1] % 16:
+            own.append(own[0].new_empty(-ends[-1] % 16))
     own = torch.cat(own)
-    parts = own.new_empty(world * end)
-    dist.all_gather_into_tensor(parts, own, group=group)
-    parts = parts.view(world, end)
-    outs = [part[:first].view(out.dtype).view(out.shape) for part in parts]
-    return outs, [part[begin : begin + second].view(lse.dtype).view(lse.shape) for part in parts]
+    parts = own.new_empty(world, len(own))
+    dist.all_gather_into_tensor(parts.view(-1), own, group=group)
+    of_out, of_lse = parts[:, : ends[0]], parts[:, ends[0] + -ends[0] % 16 : ends[1]]
+    outs = of_out.view(out.dtype).view(world, *out.shape).unbind()
+    return outs, of_lse.view(lse.dtype).view(world, *lse.shape).unbind()
 
 
 def positions(rows, group=None, layout="zigzag", device=None, seqlen=None):
@@ -378,14 +378,15 @@ def check(dropout_p, **axes):
 
 
 # The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the other
-# hosts, and is made once. All ranks make the same calls, so that they forget the same ones: none compares alone.
+# hosts, and is made once. All ranks make the same calls, so that they forget the same ones: none compares
+# alone.
 _agreed = weakref.WeakKeyDictionary()
 
 # Calls of a group that are remembered: lengths of packed batches may differ at each step.
 _MOST_CALLS = 256
 
-# Bytes of a call's text that an error shows, and of the digest of all of it, which is zeros of a rank that has
-# failed before its call.
+# Bytes of a call's text that an error shows, and of the digest of all of it, which is zeros of a rank that
+# has failed before its call.
 _TEXT, _DIGEST = 480, 32
 _FAILED = bytes(_DIGEST)
 
@@ -402,8 +403,8 @@ def _is_slow(device):
 
 
 def _texts(group, own, device, waits=True):
-    """The texts of all ranks, of as many bytes on each. On GPUs they go through the store of the process group
-    by the host alone, and a rank that does not wait leaves its own there."""
+    """The texts of all ranks, of as many bytes on each. On GPUs they go through the store of the process
+    group, by the host alone, and a rank that does not wait leaves its own there."""
     world, rank = place(group)
     if not _is_slow(device):
         own = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -461,8 +462,8 @@ def _text_of(text, digest):
 
 def together(function):
     """A function that all ranks of a group call: what one of them raises before it has compared its call with
-    the others' is an error of all of them, which would else wait for it. On GPUs of those whose call is new to
-    them."""
+    the others' is an error of all of them, which would else wait for it. On GPUs of those whose call is new
+    to them."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

@@ -140,9 +140,9 @@ class LongContextAttention(torch.nn.Module):
 
 def over_grid(q, k, v, groups, kind, options, dropout):
     """Attention over a grid of ranks: those of the first group exchange rows for heads, those of the second
-    have other rows of the same heads, dealt as `kind` says: a name of `EXTRACT_FUNC_DICT`, or "interleaved" of
-    rows that are dealt zigzag to all ranks of the grid, those of the first group next to each other. `dropout`:
-    its probability, and the state of one GPU that drops the same; without one the first rank's."""
+    have other rows of the same heads, dealt as `kind` says: a name of `EXTRACT_FUNC_DICT`, or "interleaved"
+    of rows that are dealt zigzag to all ranks of the grid, those of the first group next to each other.
+    `dropout`: its probability, and the state of one GPU that drops the same; without one the first rank's."""
     # Which imports this file.
     from . import distributed as over
 
@@ -180,7 +180,7 @@ def over_grid(q, k, v, groups, kind, options, dropout):
     if not p:
         out = computed(q, k, v, given)
     else:
-        # The bits of a head follow from its number in the whole, those of its sequences' heads from their own.
+        # The bits of a head follow from its number among those of all sequences.
         outs = []
         for at in range(q.shape[0]):
             one = [x[at : at + 1] for x in (q, k, v)]

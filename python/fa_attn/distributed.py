@@ -184,10 +184,10 @@ def attention(
     gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
     `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is
     the first rank's where it is not given.
-    `cp_comm_type`: a name by which Megatron and TransformerEngine choose transfers. "p2p" and "all_gather" are
-    this gather, with the same results; "a2a" is `ulysses_attention` of rows in this layout; "a2a+p2p" exchanges
-    heads in the first of a pair of groups that `group` is, and gathers in the second: rows are dealt zigzag
-    over both, the ranks of a first group next to each other.
+    `cp_comm_type`: a name by which Megatron and TransformerEngine choose transfers. "p2p" and "all_gather"
+    are this gather, with the same results; "a2a" is `ulysses_attention` of rows in this layout; "a2a+p2p"
+    exchanges heads in the first of a pair of groups that `group` is, and gathers in the second: rows are
+    dealt zigzag over both, the ranks of a first group next to each other.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     if cp_comm_type not in (None, "p2p", "all_gather"):
@@ -341,11 +341,13 @@ def _by_heads_first(q, k, v, kind, group, layout, options):
         )
     if not isinstance(group, (tuple, list)) or len(group) != 2:
         raise InputError(
-            "cp_comm_type is 'a2a+p2p' and group no pair: give the group that exchanges heads and the one that "
-            "gathers keys"
+            "cp_comm_type is 'a2a+p2p' and group no pair: give the group that exchanges heads and the one "
+            "that gathers keys"
         )
     if layout != "zigzag" or options.pop("sinks") is not None:
-        raise UnsupportedError("a contiguous layout and sinks with cp_comm_type 'a2a+p2p': use 'a2a' or 'p2p'")
+        raise UnsupportedError(
+            "a contiguous layout and sinks with cp_comm_type 'a2a+p2p': use 'a2a' or 'p2p'"
+        )
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     drop = options.pop("dropout_p"), options.pop("rng_state")
     scale, causal, window, cap, deterministic, slopes = (

@@ -174,7 +174,8 @@ def test_types_of_transfers_by_their_names():
     whole, rank = tensors(64, heads=(8, 4)), dist.get_rank()
     slopes = torch.linspace(0.1, 0.8, 8)
     # Neighbours exchange heads.
-    pairs = [[dist.new_group(list(members)) for members in own] for own in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    sides = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    pairs = [[dist.new_group(list(members)) for members in side] for side in sides]
     grid = pairs[0][rank // 2], pairs[1][rank % 2]
     kinds = (("p2p", None), ("all_gather", None), ("a2a", None), ("a2a+p2p", grid), (None, None))
     for options in (

@@ -99,8 +99,8 @@ impl DeviceAttention {
         self.rank.told(done)
     }
 
-    /// A forward whose steps are timed one by one, in the order of the program; waits for it. Every rank calls
-    /// it. Events around each step make short ones a few microseconds longer.
+    /// A forward whose steps are timed one by one, in the order of the program; waits for it. Every rank
+    /// calls it. Events around each step make short ones a few microseconds longer.
     ///
     /// # Errors
     /// As [`DeviceAttention::forward`].

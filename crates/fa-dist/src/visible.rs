@@ -29,8 +29,8 @@ pub(crate) struct Seen<'a> {
 }
 
 impl<'a> Seen<'a> {
-    /// What the program of `problem` sees, by the values of its scalars that are known; `None` where it has no
-    /// mask, or one of too many sequences and heads apart, and of sequences that are packed.
+    /// What the program of `problem` sees, by the values of its scalars that are known; `None` where it has
+    /// no mask, or one of too many sequences and heads apart, and of sequences that are packed.
     pub(crate) fn of(problem: &Problem, scalars: &'a [Option<Value>]) -> Option<Seen<'a>> {
         let program = problem.score.program?.get();
         let deps = program.deps(program.mask()?);

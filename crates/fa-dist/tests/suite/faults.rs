@@ -113,11 +113,10 @@ fn a_rank_that_fails_alone_is_named_by_all_others() {
             });
             let name = plan.scheme().name();
             assert!(begun.elapsed() < Duration::from_secs(20), "{name}: a rank waited for the deadline");
-            assert!(
-                matches!(&found[1], Err(Error::Tensor { tensor: "q" | "dout", need, .. }) if need.contains(&rows.to_string())),
-                "{name}: {:?}",
-                found[1]
-            );
+            let Err(Error::Tensor { tensor: "q" | "dout", need, .. }) = &found[1] else {
+                panic!("{name}: {:?}", found[1]);
+            };
+            assert!(need.contains(&rows.to_string()), "{name}: {need}");
             for other in [0, 2] {
                 // One that needs nothing more of it may have ended well.
                 let is_told = matches!(&found[other], Err(Error::PeerLost { rank: 1, .. }) | Ok(()));

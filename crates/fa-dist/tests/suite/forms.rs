@@ -197,8 +197,8 @@ fn keys_that_a_program_hides_are_left_out() {
     assert!(fewer > 60, "{fewer}");
 }
 
-/// Programs count rows and keys in each sequence, of which a rank may have the end of one and the beginning of
-/// another.
+/// Programs count rows and keys in each sequence, of which a rank may have the end of one and the beginning
+/// of another.
 #[test]
 fn programs_of_packed_sequences_see_the_numbers_of_the_whole() {
     let texts = [

@@ -93,8 +93,8 @@ pub(crate) struct PlanArgs {
     pub headdim: HeadDim,
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// A mask of your own, as an expression of b, h, q, k, sq, sk and off, as in "q // 5000 == k // 5000": rows
-    /// are then dealt in both ways; see docs/programs.md
+    /// A mask of your own, as an expression of b, h, q, k, sq, sk and off, as in "q // 5000 == k // 5000":
+    /// rows are then dealt in both ways; see docs/programs.md
     #[arg(long, value_name = "TEXT")]
     pub mask_mod: Option<String>,
     /// Element type: bf16, f16
@@ -166,8 +166,8 @@ pub(crate) struct RunArgs {
     /// Fewer shapes
     #[arg(long)]
     pub quick: bool,
-    /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank. Of a
-    /// check `faults` are ranks that fail alone or disagree
+    /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank. Of
+    /// a check `faults` are ranks that fail alone or disagree
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Print JSON lines
