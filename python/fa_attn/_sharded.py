@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import itertools
 import math
+import threading
 import weakref
 from collections import OrderedDict
 
@@ -141,6 +144,23 @@ def of_all(tensor, group, world):
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world)]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+def results_of_all(out, lse, group, world):
+    """O and LSE of all ranks, of one shape and type on each, by one transfer: of both a sequence."""
+    own, ends = [], []
+    for x in (out, lse):
+        own.append(x.contiguous().view(-1).view(torch.uint8))
+        ends.append(sum(map(len, own)))
+        # Kernels read whole vectors.
+        if ends[-1] % 16:
+            own.append(own[0].new_empty(-ends[-1] % 16))
+    own = torch.cat(own)
+    parts = own.new_empty(world, len(own))
+    dist.all_gather_into_tensor(parts.view(-1), own, group=group)
+    of_out, of_lse = parts[:, : ends[0]], parts[:, ends[0] + -ends[0] % 16 : ends[1]]
+    outs = of_out.view(out.dtype).view(world, *out.shape).unbind()
+    return outs, of_lse.view(lse.dtype).view(world, *lse.shape).unbind()
 
 
 def positions(rows, group=None, layout="zigzag", device=None, seqlen=None):
@@ -357,15 +377,24 @@ def check(dropout_p, **axes):
             )
 
 
-# The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the GPU,
-# and is made once. All ranks make the same calls, so that they forget the same ones: none compares alone.
+# The calls that the ranks of a group have agreed on lately, on GPUs: there a comparison waits for the other
+# hosts, and is made once. All ranks make the same calls, so that they forget the same ones: none compares
+# alone.
 _agreed = weakref.WeakKeyDictionary()
 
 # Calls of a group that are remembered: lengths of packed batches may differ at each step.
 _MOST_CALLS = 256
 
-# Bytes of a call's text that an error shows, and of the digest of all of it.
+# Bytes of a call's text that an error shows, and of the digest of all of it, which is zeros of a rank that
+# has failed before its call.
 _TEXT, _DIGEST = 480, 32
+_FAILED = bytes(_DIGEST)
+
+# How many texts the ranks of a group have exchanged through the store, and this rank's that are there.
+_exchanged = weakref.WeakKeyDictionary()
+
+# Whether the call that this thread is in has come to its comparison.
+_call = threading.local()
 
 
 def _is_slow(device):
@@ -373,11 +402,35 @@ def _is_slow(device):
     return device.type == "cuda"
 
 
+def _texts(group, own, device, waits=True):
+    """The texts of all ranks, of as many bytes on each. On GPUs they go through the store of the process
+    group, by the host alone, and a rank that does not wait leaves its own there."""
+    world, rank = place(group)
+    if not _is_slow(device):
+        own = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return [bytes(theirs.tolist()) for theirs in of_all(own.to(device), group, world)]
+    group = dist.group.WORLD if group is None else group
+    store = dist.distributed_c10d._get_default_store()
+    numbers, keys = _exchanged.setdefault(group, (itertools.count(), []))
+    stem = f"fa_attn/{group.group_name}/{next(numbers)}"
+    store.set(f"{stem}/{rank}", own)
+    if not waits:
+        keys.append(f"{stem}/{rank}")
+        return []
+    texts = [store.get(f"{stem}/{other}") for other in range(world)]
+    # All ranks are here, so that nobody reads earlier texts.
+    for key in keys:
+        store.delete_key(key)
+    keys[:] = [f"{stem}/{rank}"]
+    return texts
+
+
 def agree(group, *given):
-    """Refuses a call that ranks make with different shapes or options: transfers of other sizes end in an
-    error of the process group, or never."""
+    """Refuses a call that ranks make with different shapes or options, or that one has failed to make:
+    transfers of other sizes end in an error of the process group, or never."""
     if torch.compiler.is_compiling():
         return
+    _call.has_agreed = True
     world, rank = place(group)
     shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
     text, device = ", ".join(shown), given[0].device
@@ -388,17 +441,55 @@ def agree(group, *given):
     if is_slow and digest in known:
         known.move_to_end(digest)
         return
-    cut = text.encode()[:_TEXT]
-    own = torch.tensor(list(cut.ljust(_TEXT, b"\0") + digest), dtype=torch.uint8)
-    for other, theirs in enumerate(of_all(own.to(device), group, world)):
-        theirs = bytes(theirs.tolist())
+    for other, theirs in enumerate(_texts(group, _text_of(text, digest), device)):
+        shown = theirs[:_TEXT].rstrip(b"\0").decode(errors="ignore")
+        if theirs[_TEXT:] == _FAILED:
+            raise InputError(f"rank {other} of the group fails before the call of this rank, {rank}: {shown}")
         if theirs[_TEXT:] != digest:
-            theirs = theirs[:_TEXT].rstrip(b"\0").decode(errors="ignore")
             raise InputError(
-                f"rank {other} of the group calls with {theirs}, and this rank, {rank}, with {text}: all "
+                f"rank {other} of the group calls with {shown}, and this rank, {rank}, with {text}: all "
                 "ranks have tensors of one shape and the same options (pad what the ranks do not divide)"
             )
     if is_slow:
         known[digest] = None
         if len(known) > _MOST_CALLS:
             known.popitem(last=False)
+
+
+def _text_of(text, digest):
+    return text.encode()[:_TEXT].ljust(_TEXT, b"\0") + digest
+
+
+def together(function):
+    """A function that all ranks of a group call: what one of them raises before it has compared its call with
+    the others' is an error of all of them, which would else wait for it. On GPUs of those whose call is new
+    to them."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        if torch.compiler.is_compiling() or getattr(_call, "is_open", False):
+            return function(*args, **options)
+        _call.is_open, _call.has_agreed = True, False
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            if not _call.has_agreed:
+                _tell(signature, args, options, error)
+            raise
+        finally:
+            _call.is_open = False
+
+    return call
+
+
+def _tell(signature, args, options, error):
+    try:
+        group = signature.bind_partial(*args, **options).arguments.get("group")
+        place(group)
+        is_nccl = "nccl" in str(dist.get_backend(group))
+    except Exception:
+        # Whatever is wrong with the arguments or the group, no other rank waits here.
+        return
+    text = f"{type(error).__name__}: {error}"
+    _texts(group, _text_of(text, _FAILED), torch.device("cuda" if is_nccl else "cpu"), waits=False)

@@ -7,7 +7,7 @@ import torch
 from ._core import InputError, UnsupportedError
 from ._merging import merge
 from ._programs import Program
-from ._sharded import agree, check, of_all, place
+from ._sharded import agree, check, of_all, place, results_of_all, together
 from .interface import flash_attn_func
 from .serving import flash_attn_with_kvcache
 
@@ -15,6 +15,7 @@ from .serving import flash_attn_with_kvcache
 _UP_TO = "array fa_last: i32[_];\nmask = k <= q + fa_last[b];"
 
 
+@together
 def decode_attention(
     q,
     k,
@@ -69,7 +70,7 @@ def decode_attention(
             options["mask_mod"] = Program(_UP_TO, {"fa_last": _last(used.contiguous(), q.shape[1], group)})
         options.update(causal=False, page_table=page_table, return_softmax_lse=True, **cache)
         own = flash_attn_with_kvcache(q, k, v, cache_seqlens=used.contiguous(), **options)
-    out, lse = merge(*(of_all(x, group, world) for x in own), sinks)
+    out, lse = merge(*results_of_all(*own, group, world), sinks)
     return (out, lse) if return_lse else out
 
 

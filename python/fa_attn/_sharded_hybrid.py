@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ._core import InputError, UnsupportedError
+from ._dropout import ADVANCE
 from ._sharded import Options, agree, check, place, shard
+from ._sharded_programs import dropout_state
 
 _groups = {}
 
@@ -128,34 +130,77 @@ class LongContextAttention(torch.nn.Module):
         deterministic=False,
         return_attn_probs=False,
     ):
-        # Which imports this file.
-        from . import distributed as over
+        if return_attn_probs:
+            raise UnsupportedError("return_attn_probs of a grid: the LSE is spread over heads, leave it out")
+        check(0.0, query=(query, 4), key=(key, 4), value=(value, 4))
+        options = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
+        groups = self.ulysses_pg, self.ring_pg
+        return over_grid(query, key, value, groups, self.ring_impl_type, options, (dropout_p, None))
 
-        check(dropout_p, query=(query, 4), key=(key, 4), value=(value, 4))
-        world, rank = place(self.ulysses_pg)
-        heads_q, heads_kv = query.shape[2], key.shape[2]
-        if heads_q % world or (heads_kv % world and world % heads_kv):
-            raise UnsupportedError(
-                f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks of a Ulysses group, "
-                "which must divide them: use fewer, and more of a ring group"
-            )
-        agree(self.ulysses_pg, query, key, value, self.ring_impl_type, causal, window_size, softcap)
-        of_all = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
-        of_all.check_shapes(query.shape[0], heads_q)
-        own = of_all.of(slice(rank * heads_q // world, (rank + 1) * heads_q // world))
-        if heads_kv < world:
-            key, value = (x.repeat_interleave(world // heads_kv, 2) for x in (key, value))
-        q, k, v = (over.exchanged(x, self.ulysses_pg) for x in (query, key, value))
-        options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, **own)
-        options.update(deterministic=deterministic, group=self.ring_pg)
-        if self.ring_impl_type == "strip":
-            if softcap:
-                raise UnsupportedError("softcap of stripes: use ring_impl_type='zigzag'")
-            out = over.stripe_flash_attn_func(q, k, v, **options)
-        else:
-            layout = "contiguous" if self.ring_impl_type == "basic" else "zigzag"
-            out = over.attention(q, k, v, softcap=softcap, layout=layout, **options)
-        return over.exchanged(out, self.ulysses_pg, back=True)
+
+def over_grid(q, k, v, groups, kind, options, dropout):
+    """Attention over a grid of ranks: those of the first group exchange rows for heads, those of the second
+    have other rows of the same heads, dealt as `kind` says: a name of `EXTRACT_FUNC_DICT`, or "interleaved"
+    of rows that are dealt zigzag to all ranks of the grid, those of the first group next to each other.
+    `dropout`: its probability, and the state of one GPU that drops the same; without one the first rank's."""
+    # Which imports this file.
+    from . import distributed as over
+
+    (ulysses, ring), (p, state) = groups, dropout
+    world, rank = place(ulysses)
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if heads_q % world or (heads_kv % world and world % heads_kv):
+        raise UnsupportedError(
+            f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks of a Ulysses group, "
+            "which must divide them: use fewer, and more of a ring group"
+        )
+    if kind == "strip" and (options.common["softcap"] or p):
+        raise UnsupportedError("softcap and dropout of stripes: use ring_impl_type='zigzag'")
+    agree(ulysses, q, k, v, kind, options, p, state if isinstance(state, torch.Tensor) else str(state))
+    options.check_shapes(q.shape[0], heads_q)
+    first = rank * heads_q // world
+    given = options.of(slice(first, (rank + 1) * heads_q // world))
+    if p:
+        state = _state_of_all(q, p, state, groups)
+    if heads_kv < world:
+        k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
+    q, k, v = (over.exchanged(x, ulysses) for x in (q, k, v))
+    if kind == "interleaved":
+        q, k, v = (over._ordered(x, world, "zigzag") for x in (q, k, v))
+    numbers = dict(options.backward, causal=options.causal, group=ring)
+    numbers["window_size"] = (options.left, options.right)
+
+    def computed(q, k, v, given, **dropped):
+        if kind == "strip":
+            del numbers["softcap"]
+            return over.stripe_flash_attn_func(q, k, v, **numbers, **given)
+        layout = "contiguous" if kind == "basic" else "zigzag"
+        return over.attention(q, k, v, layout=layout, **numbers, **given, **dropped)
+
+    if not p:
+        out = computed(q, k, v, given)
+    else:
+        # The bits of a head follow from its number among those of all sequences.
+        outs = []
+        for at in range(q.shape[0]):
+            one = [x[at : at + 1] for x in (q, k, v)]
+            own = {name: x[at : at + 1] if x.dim() > 1 else x for name, x in given.items()}
+            moved = state + torch.tensor([0, ADVANCE * (at * heads_q + first)]).to(state.device)
+            outs.append(computed(*one, own, dropout_p=p, rng_state=moved))
+        out = torch.cat(outs)
+    if kind == "interleaved":
+        out = over._ordered(out, world, "zigzag", back=True)
+    return over.exchanged(out, ulysses, back=True)
+
+
+def _state_of_all(q, p, state, groups):
+    """(seed, offset) of a call of the whole: that of the grid's first rank, or the caller's."""
+    ulysses, ring = groups
+    found = dropout_state(q, q.shape[0], q.shape[2], p, state, ring)
+    if state is None:
+        found = found.contiguous()
+        dist.broadcast(found, dist.get_global_rank(ulysses, 0), group=ulysses)
+    return found
 
 
 # Transfers are asynchronous anyway.

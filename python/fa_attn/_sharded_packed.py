@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ._core import InputError, UnsupportedError
-from ._sharded import Dealing, InParts, Options, agree, check, chunk_length, dealt, place, stacked
+from ._sharded import Dealing, InParts, Options, agree, check, chunk_length, dealt, place, stacked, together
 from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
 
 
@@ -102,6 +102,7 @@ def _computed(q, k, v, parts, group, stages, options):
     return InParts.apply(q, k, v, None, _PASSES, parts, group, dealing, stages, options)
 
 
+@together
 def llama3_flash_attn_varlen_func(
     q,
     k,
@@ -144,6 +145,7 @@ llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func 
 
 
 def _ring(layout, name):
+    @together
     def function(
         q,
         k,

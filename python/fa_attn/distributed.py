@@ -47,6 +47,7 @@ from ._sharded import (
     positions,
     shard,
     stacked,
+    together,
     unshard,
 )
 from ._sharded_decode import decode_attention
@@ -57,6 +58,7 @@ from ._sharded_hybrid import (
     LongContextAttentionQKVPacked,
     basic_extract_local,
     check_kind,
+    over_grid,
     set_seq_parallel_pg,
     stripe_extract_local,
     zigzag_extract_local,
@@ -146,6 +148,7 @@ def _parts(spans, rows, options):
     return parts
 
 
+@together
 def attention(
     q,
     k,
@@ -165,6 +168,7 @@ def attention(
     seqlen=None,
     dropout_p=0.0,
     rng_state=None,
+    cp_comm_type=None,
     **modifications,
 ):
     """Attention of this rank's queries over the keys of all ranks.
@@ -180,8 +184,21 @@ def attention(
     gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
     `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is
     the first rank's where it is not given.
+    `cp_comm_type`: a name by which Megatron and TransformerEngine choose transfers. "p2p" and "all_gather"
+    are this gather, with the same results; "a2a" is `ulysses_attention` of rows in this layout; "a2a+p2p"
+    exchanges heads in the first of a pair of groups that `group` is, and gathers in the second: rows are
+    dealt zigzag over both, the ranks of a first group next to each other.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
+    if cp_comm_type not in (None, "p2p", "all_gather"):
+        options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
+        options.update(deterministic=deterministic, alibi_slopes=alibi_slopes, sinks=sinks)
+        options.update(dropout_p=dropout_p, rng_state=rng_state, **modifications)
+        if return_lse or stages != 1 or seqlen is not None:
+            raise UnsupportedError(
+                f"return_lse, stages and seqlen with cp_comm_type {cp_comm_type!r}: use 'p2p' or 'all_gather'"
+            )
+        return _by_heads_first(q, k, v, cp_comm_type, group, layout, options)
     world, rank = place(group)
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
     options = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, sinks)
@@ -191,7 +208,7 @@ def attention(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
     shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
-    drop = (dropout_p, None if rng_state is None else str(rng_state))
+    drop = (dropout_p, rng_state if isinstance(rng_state, torch.Tensor) else str(rng_state))
     agree(group, *shown, layout, stages, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
     spans = _spans(dealing, rank)
@@ -259,6 +276,7 @@ def exchanged(x, group, back=False):
 _BY_HEADS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "query_offset")
 
 
+@together
 def ulysses_attention(
     q,
     k,
@@ -311,6 +329,37 @@ def ulysses_attention(
             mods = of_part(mods, dict(h=own, hk=slice(rank * heads_kv // world, None)))
         out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
     return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
+
+
+def _by_heads_first(q, k, v, kind, group, layout, options):
+    """`attention` by the types of transfers that exchange heads."""
+    if kind == "a2a":
+        return ulysses_attention(q, k, v, group=group, layout=layout, **options)
+    if kind != "a2a+p2p":
+        raise InputError(
+            f"cp_comm_type is {kind!r}: it must be one of p2p, all_gather, a2a and a2a+p2p, or None"
+        )
+    if not isinstance(group, (tuple, list)) or len(group) != 2:
+        raise InputError(
+            "cp_comm_type is 'a2a+p2p' and group no pair: give the group that exchanges heads and the one "
+            "that gathers keys"
+        )
+    if layout != "zigzag" or options.pop("sinks") is not None:
+        raise UnsupportedError(
+            "a contiguous layout and sinks with cp_comm_type 'a2a+p2p': use 'a2a' or 'p2p'"
+        )
+    check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
+    drop = options.pop("dropout_p"), options.pop("rng_state")
+    scale, causal, window, cap, deterministic, slopes = (
+        options.pop(name)
+        for name in ("softmax_scale", "causal", "window_size", "softcap", "deterministic", "alibi_slopes")
+    )
+    if options:
+        raise UnsupportedError(f"{', '.join(options)} with cp_comm_type 'a2a+p2p': use 'a2a' or 'p2p'")
+    own = Options(scale, causal, window, cap, deterministic, slopes)
+    for rows in (q.shape[1], k.shape[1], v.shape[1]):
+        chunk_length(rows, 2, layout)
+    return over_grid(q, k, v, group, "interleaved", own, drop)
 
 
 def _ring(layout, name):
@@ -378,6 +427,7 @@ def _dealt_anew(x, group, back):
     return _ordered(parts.transpose(0, 1).reshape(x.shape), world, "zigzag")
 
 
+@together
 def stripe_flash_attn_func(
     q,
     k,

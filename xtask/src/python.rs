@@ -337,7 +337,7 @@ const JAX_CHOSEN: &str =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 12] = [
+const TORCH_FILES: [&str; 14] = [
     "test_codes.py",
     "test_fp8.py",
     "test_mla_model.py",
@@ -349,6 +349,8 @@ const TORCH_FILES: [&str; 12] = [
     "test_torch_shards.py",
     "test_torch_refusals.py",
     "test_torch_distributed.py",
+    "test_torch_distributed_faces.py",
+    "test_torch_distributed_faults.py",
     "test_transformers_masks.py",
 ];
 const TORCH_CHOSEN: &str =

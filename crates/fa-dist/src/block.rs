@@ -73,30 +73,39 @@ pub(crate) fn packed_block(
     keys: Range<usize>,
     tile: usize,
 ) -> Option<Block> {
-    let sequences = starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
-    let touched = |whole: Range<usize>| Some((overlap(&whole, &rows)?, overlap(&whole, &keys)?, whole));
+    let sequences = starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate();
+    let touched = |(number, whole): (usize, Range<usize>)| {
+        Some((number, overlap(&whole, &rows)?, overlap(&whole, &keys)?, whole))
+    };
     let mut touched = sequences.filter_map(touched);
     if overlap(&rows, &keys).is_none() {
-        let (own, seen, whole) = touched.next()?;
+        let (_, own, seen, whole) = touched.next()?;
         let inside = |range: Range<usize>| range.start - whole.start..range.end - whole.start;
         let back = |range: Range<usize>| range.start + whole.start..range.end + whole.start;
         let cut = block(mask, (whole.len(), whole.len()), inside(own), inside(seen), tile)?;
         return Some(Block { rows: back(cut.rows), keys: back(cut.keys), ..cut });
     }
-    let seen = |(own, seen, whole): (Range<usize>, Range<usize>, Range<usize>)| {
+    let seen = |(number, own, seen, whole): (usize, Range<usize>, Range<usize>, Range<usize>)| {
         let end = if mask.right.is_some() { own.end } else { seen.end };
         // Of the first sequence alone rows may be missing before these.
         let unseen = mask.left.map_or(0, |left| (own.start - whole.start).saturating_sub(left as usize));
         let begin = whole.start + unseen / tile.max(1) * tile.max(1);
-        (own, begin.max(seen.start)..end)
+        (number, own, begin.max(seen.start)..end)
     };
-    let parts: Vec<(Range<usize>, Range<usize>)> = touched.map(seen).collect();
+    let parts: Vec<(usize, Range<usize>, Range<usize>)> = touched.map(seen).collect();
     let (first, last) = (parts.first()?, parts.last()?);
-    let (rows, keys) = (first.0.start..last.0.end, first.1.start..last.1.end);
-    let starts = [
-        parts.iter().map(|(own, _)| own.start - rows.start).chain([rows.len()]).map(|at| at as i32).collect(),
-        parts.iter().map(|(_, own)| own.start - keys.start).chain([keys.len()]).map(|at| at as i32).collect(),
-    ];
+    let (rows, keys) = (first.1.start..last.1.end, first.2.start..last.2.end);
+    let (mut starts, mut next) = ([Vec::new(), Vec::new()], first.0);
+    for (number, own, seen) in &parts {
+        // Empty sequences before it count, too.
+        for _ in next..=*number {
+            starts[0].push((own.start - rows.start) as i32);
+            starts[1].push((seen.start - keys.start) as i32);
+        }
+        next = number + 1;
+    }
+    starts[0].push(rows.len() as i32);
+    starts[1].push(keys.len() as i32);
     Some(Block { rows, keys, mask, starts: Some(starts) })
 }
 

@@ -5,7 +5,7 @@
 use std::env;
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -122,6 +122,28 @@ impl Store {
         move || Some(lost.load(Ordering::Acquire)).filter(|rank| *rank != NONE)
     }
 
+    /// Tells the others that this rank is lost, and ends its connections: they wait for it no longer.
+    pub(crate) fn fail(&mut self) {
+        note(&self.lost, self.place.rank);
+        let word = self.place.rank.to_string();
+        let tell = |heart: &mut TcpStream| {
+            // Whoever has ended already needs no word.
+            write_text(heart, &word).ok();
+            heart.shutdown(Shutdown::Write).ok();
+        };
+        match &mut self.kind {
+            Kind::Server { ranks, hearts } => {
+                hearts.iter_mut().for_each(tell);
+                ranks.iter().for_each(|rank| drop(rank.shutdown(Shutdown::Both)));
+            }
+            Kind::Client { server, heart } => {
+                tell(heart);
+                server.shutdown(Shutdown::Both).ok();
+            }
+            Kind::Alone | Kind::Folder { .. } => {}
+        }
+    }
+
     /// The text of every rank, in their order. All ranks call it.
     pub(crate) fn gather(&mut self, doing: &str, text: &str) -> Result<Vec<String>, Error> {
         let (Place { rank, world, .. }, deadline) = (self.place, self.deadline);
@@ -187,7 +209,7 @@ impl Drop for Store {
                 NONE => heart.write_all(&[BYE]).ok(),
                 lost => write_text(heart, &lost.to_string()).ok(),
             };
-            heart.shutdown(std::net::Shutdown::Write).ok();
+            heart.shutdown(Shutdown::Write).ok();
         }
     }
 }
@@ -389,8 +411,8 @@ mod tests {
                     if rank == 1 {
                         // As a process that is killed: connections end without a word.
                         let Kind::Client { server, heart } = &store.kind else { panic!() };
-                        heart.shutdown(std::net::Shutdown::Both).unwrap();
-                        server.shutdown(std::net::Shutdown::Both).unwrap();
+                        heart.shutdown(Shutdown::Both).unwrap();
+                        server.shutdown(Shutdown::Both).unwrap();
                         return;
                     }
                     let begun = Instant::now();
@@ -406,6 +428,35 @@ mod tests {
                 });
             }
         });
+    }
+
+    /// A rank that fails and lives on is known to all, whichever it is.
+    #[test]
+    fn a_rank_that_fails_alone_is_known_to_all() {
+        for failing in 0..3 {
+            let bootstrap = Bootstrap::Tcp(free_address());
+            std::thread::scope(|scope| {
+                for rank in 0..3 {
+                    let bootstrap = &bootstrap;
+                    scope.spawn(move || {
+                        let mut store = Store::join(bootstrap, place(rank, 3), SOON).unwrap();
+                        store.gather("testing", "").unwrap();
+                        let begun = Instant::now();
+                        if rank == failing {
+                            store.fail();
+                            std::thread::sleep(Duration::from_millis(300));
+                        }
+                        while store.lost().is_none() && begun.elapsed() < SOON {
+                            std::thread::sleep(AGAIN);
+                        }
+                        assert_eq!(store.lost(), Some(failing), "rank {rank}");
+                        let error = store.gather("testing", "").unwrap_err();
+                        assert!(matches!(error, Error::PeerLost { rank, .. } if rank == failing), "{error}");
+                        assert!(begun.elapsed() < SOON, "rank {rank} waited");
+                    });
+                }
+            });
+        }
     }
 
     #[test]

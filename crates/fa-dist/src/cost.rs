@@ -11,9 +11,11 @@ use fa_planner::plan::{self, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::moved::{Place, known};
 use crate::plan::{Scheme, ShardPlan};
 use crate::program::{Lane, Op, Program, Step};
 use crate::shard::Layout;
+use crate::visible::Seen;
 
 /// A link between GPUs: what each sends while it receives as much.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,6 +74,8 @@ pub struct Cost {
     pub seconds: f64,
     /// Kernels of attention of the busiest rank.
     pub kernels: f64,
+    /// Kernels of the mean rank as a share of those of the busiest.
+    pub balance: f64,
     /// Sums, copies and merges of the busiest rank.
     pub sums: f64,
     /// Transfers of the busiest rank.
@@ -95,7 +99,8 @@ impl Cost {
     }
 }
 
-/// Predicted times of kernels, by problem: those of many parts are the same.
+/// Predicted times of kernels by problem, and shares of tiles that programs leave: those of many parts are
+/// the same.
 #[derive(Debug)]
 pub struct Times {
     machine: Machine,
@@ -131,6 +136,26 @@ impl Times {
         self.known.insert(key, plan.cost.seconds);
         Ok(plan.cost.seconds)
     }
+
+    /// The time of a part, or of a whole problem with what it knows of the scalars of its program: of the
+    /// tiles that are not empty, which the planner takes all for.
+    fn seen(
+        &mut self,
+        problem: &Problem,
+        places: &[Place],
+        pinned: Option<&KernelSpec>,
+    ) -> Result<f64, Error> {
+        let seconds = self.of(problem, pinned)?;
+        let Some(program) = problem.score.program else { return Ok(seconds) };
+        let key = format!("{problem:?} at {places:?}");
+        if let Some(share) = self.known.get(&key) {
+            return Ok(seconds * share);
+        }
+        let scalars = known(&program, places);
+        let share = Seen::of(problem, &scalars).map_or(1.0, |seen| seen.share(problem.mask));
+        self.known.insert(key, share);
+        Ok(seconds * share)
+    }
 }
 
 /// What a step takes, in seconds, and of what kind it is.
@@ -146,7 +171,9 @@ fn step_seconds(
         views.map(|view| program.bytes(view)).sum::<usize>() as f64
     };
     Ok(match &step.op {
-        Op::Forward { part, .. } | Op::Backward { part, .. } => LAUNCH + times.of(&part.problem, pinned)?,
+        Op::Forward { part, .. } | Op::Backward { part, .. } => {
+            LAUNCH + times.seen(&part.problem, &part.places, pinned)?
+        }
         Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } => {
             LAUNCH + bytes() / (SUM_SHARE * limits.hbm_bytes_per_s)
         }
@@ -248,14 +275,17 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
             break;
         }
     }
-    let total = |kind: fn(&Op) -> bool| {
+    let each = |kind: fn(&Op) -> bool| -> Vec<f64> {
         let of = |rank: usize| -> f64 {
             let steps = programs[rank].steps.iter().zip(&seconds[rank]);
             steps.filter(|(step, _)| kind(&step.op)).map(|(_, seconds)| *seconds).sum()
         };
-        (0..world).map(of).fold(0.0, f64::max)
+        (0..world).map(of).collect()
     };
-    let kernels = total(|op| matches!(op, Op::Forward { .. } | Op::Backward { .. }));
+    let total = |kind: fn(&Op) -> bool| each(kind).into_iter().fold(0.0, f64::max);
+    let of_kernels = each(|op| matches!(op, Op::Forward { .. } | Op::Backward { .. }));
+    let kernels = of_kernels.iter().copied().fold(0.0, f64::max);
+    let mean = of_kernels.iter().sum::<f64>() / world as f64;
     let end = clocks.iter().flatten().copied().fold(0.0, f64::max);
     Ok(Cost {
         scheme: plan.scheme(),
@@ -263,10 +293,11 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
         stages: plan.stages(),
         seconds: end,
         kernels,
+        balance: if kernels > 0.0 { mean / kernels } else { 1.0 },
         sums: total(|op| matches!(op, Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. })),
         transfers: total(|op| matches!(op, Op::Exchange { .. })),
         exposed: end - kernels,
-        one_gpu: times.of(plan.problem(), None)?,
+        one_gpu: times.seen(plan.problem(), &[], None)?,
         received: programs.iter().map(Program::received).max().unwrap_or(0),
         scratch: programs.iter().map(Program::scratch_bytes).max().unwrap_or(0),
         same_bits: plan.same_bits() && !times.pass.is_backward(),
@@ -323,21 +354,24 @@ pub struct Ranking {
     pub refused: Vec<(Scheme, Error)>,
 }
 
-/// Ranks every scheme, each with the number of stages that takes the least time.
+/// Ranks every scheme with rows dealt in each of `layouts`, with the number of stages that takes the least
+/// time.
 ///
 /// # Errors
 /// A problem that contradicts itself, or that no kernel computes.
 pub fn rank(
     problem: &Problem,
     world: usize,
-    layout: Layout,
+    layouts: &[Layout],
     pass: Pass,
     machine: Machine,
 ) -> Result<Ranking, Error> {
     let mut times = Times::new(machine, pass);
     let mut ranking = Ranking { world, pass, plans: Vec::new(), refused: Vec::new() };
     let is_decode = problem.lengths.max_q() * 16 <= problem.lengths.max_k();
-    for scheme in Scheme::ALL {
+    for (scheme, layout) in
+        Scheme::ALL.into_iter().flat_map(|scheme| layouts.iter().map(move |&own| (scheme, own)))
+    {
         // A few queries are not worth a shard, and many not to be on every rank.
         if (scheme == Scheme::Decode) != is_decode {
             continue;
@@ -435,9 +469,15 @@ fn why(best: &Cost, next: Option<&Cost>, world: usize) -> String {
         Scheme::Ring => "the keys of the next rank come under the kernels of this step",
         Scheme::Decode => "one exchange of (O, LSE), which nothing hides",
     };
-    let than = next.map_or(String::new(), |next| {
-        format!("; {} takes {:.1}% longer", next.scheme.name(), 100.0 * (next.seconds / best.seconds - 1.0))
+    let mut than = next.map_or(String::new(), |next| {
+        let layout = if next.scheme == best.scheme { next.layout.name() } else { "" };
+        let name = format!("{layout} {}", next.scheme.name());
+        format!("; {} takes {:.1}% longer", name.trim(), 100.0 * (next.seconds / best.seconds - 1.0))
     });
+    if best.balance < 0.99 {
+        than +=
+            &format!("; the busiest rank computes {:.0}% more than the mean", 100.0 / best.balance - 100.0);
+    }
     format!(
         "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs are {:.2} \
          times as fast as one ({} ms){than}",
@@ -459,7 +499,7 @@ mod tests {
 
     fn ranking(len: usize, heads: (usize, usize), world: usize, pass: Pass, link: Link) -> Ranking {
         let problem = Problem::square(1, len, heads.0, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(heads.1);
-        rank(&problem, world, Layout::Zigzag, pass, Machine { link, ..MACHINE }).unwrap()
+        rank(&problem, world, &[Layout::Zigzag], pass, Machine { link, ..MACHINE }).unwrap()
     }
 
     #[test]
@@ -502,11 +542,38 @@ mod tests {
     }
 
     #[test]
+    fn documents_by_a_program_cost_what_they_see() {
+        let causal = Problem::square(1, 32_768, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
+        let program = fa_core::program::Program::parse("mask = q // 5000 == k // 5000;").unwrap();
+        let own = causal.with_score(causal.score.with_program(Some(program.intern().unwrap())));
+        let ranked = |problem: &Problem| {
+            rank(problem, 2, &[Layout::Zigzag, Layout::Contiguous], Pass::Forward, MACHINE).unwrap()
+        };
+        let (dense, found) = (ranked(&causal), ranked(&own));
+        let (dense, (plan, best)) = (&dense.plans[0].1, &found.plans[0]);
+        // About a sixth of the pairs.
+        assert!((0.12..0.25).contains(&(best.one_gpu / dense.one_gpu)), "{best:?} {dense:?}");
+        assert!(best.one_gpu / best.seconds > 1.4, "{best:?}");
+        // Of the other half a document that both have.
+        assert_eq!((best.scheme, plan.queries().layout()), (Scheme::Gather, Layout::Contiguous), "{found}");
+        assert!(best.received * 6 < dense.received, "{best:?} {dense:?}");
+        let zigzag = found.plans.iter().find(|(_, cost)| cost.layout == Layout::Zigzag).unwrap();
+        assert!(zigzag.1.received * 2 < dense.received, "{zigzag:?}");
+        // Rows that see more than others are named.
+        let prefix =
+            fa_core::program::Program::parse("mask = k <= q and (q < 16384 or q - k < 100);").unwrap();
+        let own = causal.with_score(causal.score.with_program(Some(prefix.intern().unwrap())));
+        let uneven = rank(&own, 2, &[Layout::Contiguous], Pass::Forward, MACHINE).unwrap();
+        assert!(uneven.plans.iter().any(|(_, cost)| cost.balance < 0.8), "{uneven}");
+        assert!(uneven.to_string().contains("more than the mean") || uneven.plans[0].1.balance > 0.99);
+    }
+
+    #[test]
     fn decodes_are_ranked_apart() {
         let problem = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
             .with_heads_kv(8)
             .with_lengths(Lengths::uniform(1, 1, 1 << 20));
-        let found = rank(&problem, 2, Layout::Contiguous, Pass::Forward, MACHINE).unwrap();
+        let found = rank(&problem, 2, &[Layout::Contiguous], Pass::Forward, MACHINE).unwrap();
         assert_eq!(found.plans.len(), 1);
         let (_, cost) = &found.plans[0];
         assert_eq!(cost.scheme, Scheme::Decode);

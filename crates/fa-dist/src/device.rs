@@ -4,6 +4,7 @@
 //! caller's stream and on one of its own, and waits for nothing but NCCL's enqueuing.
 
 mod engine;
+mod marks;
 mod memory;
 mod prepared;
 mod rank;
@@ -15,6 +16,7 @@ use fa_attn::device::{DeviceBackward, DeviceForward, Half, Stored};
 use fa_core::{KernelSpec, Pass};
 use fa_kernels::cudarc::driver::CudaStream;
 
+pub use marks::StepTime;
 pub use prepared::one_gpu;
 pub use rank::{Rank, RankOptions};
 
@@ -23,6 +25,7 @@ use crate::error::Error;
 use crate::plan::ShardPlan;
 use crate::program::Buffer;
 use engine::{Given, launch};
+use marks::Marks;
 use prepared::Prepared;
 
 /// One rank's part of a sharded problem, on a GPU.
@@ -38,7 +41,8 @@ impl DeviceAttention {
     /// give the backward pass, too.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where a rank has another plan, and those of planning, compiling and allocating.
+    /// [`Error::Mismatch`] where a rank has another plan or an error, and those of planning, compiling and
+    /// allocating.
     pub fn new(mut rank: Rank, plan: &ShardPlan, backward: Option<Pass>) -> Result<DeviceAttention, Error> {
         let Place { rank: own, world, .. } = rank.place;
         if world != plan.world() {
@@ -48,18 +52,13 @@ impl DeviceAttention {
         let passes: Vec<Pass> = [Some(Pass::Forward), backward].into_iter().flatten().collect();
         let specs = passes.iter().map(|pass| Ok(one_gpu(&rank.gpu, plan, *pass)?.spec().clone()));
         let specs = specs.collect::<Result<Vec<_>, Error>>();
-        let text = match &specs {
-            Ok(specs) => specs.iter().map(KernelSpec::to_string).collect::<Vec<_>>().join(" and "),
-            Err(error) => format!("error: {error}"),
-        };
-        rank.agree(&format!("{} by {text}", plan.descriptor()))?;
-        let specs = specs?;
-        let mut prepared = passes
-            .iter()
-            .zip(&specs)
-            .map(|(pass, spec)| Prepared::new(&rank.gpu, plan, own, *pass, spec))
-            .collect::<Result<Vec<_>, Error>>()?
-            .into_iter();
+        let text = specs.iter().flatten().map(KernelSpec::to_string).collect::<Vec<_>>().join(" and ");
+        let specs = rank.agree(&format!("{} by {text}", plan.descriptor()), specs)?;
+        let pairs = passes.iter().zip(&specs);
+        let prepared = pairs.map(|(pass, spec)| Prepared::new(&rank.gpu, plan, own, *pass, spec));
+        // A rank without the memory for it, or whose compiler fails, says so before others wait for it.
+        let mut prepared =
+            rank.agree("kernels and memory", prepared.collect::<Result<Vec<_>, Error>>())?.into_iter();
         let Some(forward) = prepared.next() else { unreachable!("a forward is always prepared") };
         let backward = prepared.next();
         Ok(DeviceAttention { rank, plan: plan.clone(), forward, backward })
@@ -86,7 +85,8 @@ impl DeviceAttention {
     }
 
     /// Enqueues the forward on `stream`: O and LSE of the rank's queries. Every rank calls it, in the same
-    /// order.
+    /// order. An error ends the ranks' connections: the others get [`Error::PeerLost`] in
+    /// [`Rank::wait`] or their next call.
     ///
     /// # Errors
     /// [`Error::Tensor`], [`Error::PeerLost`], [`Error::Nccl`], and those of launches.
@@ -95,6 +95,34 @@ impl DeviceAttention {
         tensors: &mut DeviceForward<T, K, T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
+        let done = self.enqueue(tensors, stream, None);
+        self.rank.told(done)
+    }
+
+    /// A forward whose steps are timed one by one, in the order of the program; waits for it. Every rank
+    /// calls it. Events around each step make short ones a few microseconds longer.
+    ///
+    /// # Errors
+    /// As [`DeviceAttention::forward`].
+    pub fn timed<T: Half, K: Stored + KvElement>(
+        &mut self,
+        tensors: &mut DeviceForward<T, K, T>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Vec<StepTime>, Error> {
+        let marks = Marks::new(&self.rank.gpu, self.forward.program.steps.len())?;
+        let done = self.enqueue(tensors, stream, Some(&marks));
+        self.rank.told(done)?;
+        self.rank.wait(stream)?;
+        marks.times(&self.forward.program)
+    }
+
+    fn enqueue<T: Half, K: Stored + KvElement>(
+        &mut self,
+        tensors: &mut DeviceForward<T, K, T>,
+        stream: &Arc<CudaStream>,
+        marks: Option<&Marks>,
+    ) -> Result<(), Error> {
+        self.rank.check("a forward")?;
         self.check_types::<T, K>()?;
         let placed = [
             ("q", Buffer::Q, tensors.q.placement.shape),
@@ -115,7 +143,7 @@ impl DeviceAttention {
             ..Given::default()
         };
         self.plan.check_extras(&given.extras.inputs, Pass::Forward)?;
-        launch(&mut self.rank, &self.forward, given, stream)
+        launch(&mut self.rank, &self.forward, given, stream, marks)
     }
 
     /// Enqueues the backward on `stream`: gradients of the rank's queries, keys and values, and that of the
@@ -130,6 +158,17 @@ impl DeviceAttention {
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
+        let done = self.enqueue_backward(forward, tensors, stream);
+        self.rank.told(done)
+    }
+
+    fn enqueue_backward<T: Half>(
+        &mut self,
+        forward: &DeviceForward<T>,
+        tensors: &mut DeviceBackward<T>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        self.rank.check("a backward")?;
         self.check_types::<T, T>()?;
         self.check(&[
             ("q", Buffer::Q, forward.q.placement.shape),
@@ -168,7 +207,7 @@ impl DeviceAttention {
             let (got, need) = ("not given".to_owned(), format!("{} elements", self.plan.problem().heads_q));
             return Err(Error::Tensor { tensor: "dsinks", got, need });
         }
-        launch(&mut self.rank, prepared, given, stream)
+        launch(&mut self.rank, prepared, given, stream, None)
     }
 
     fn check(&self, tensors: &[(&'static str, Buffer, [usize; 4])]) -> Result<(), Error> {

@@ -487,7 +487,7 @@ impl<X: HostTransport> HostAttention<X> {
 
     /// O and LSE (`[batch, heads_q, rows]`) of the rank's queries, from the shards of Q, K and V. Of a decode
     /// every rank has all queries and gets all of O and LSE. The arrays of a program are those of the whole,
-    /// on every rank. Every rank calls it, in the same order.
+    /// on every rank. Every rank calls it, in the same order; of an error the others learn at once.
     ///
     /// # Errors
     /// [`Error::Tensor`] and those of the transport and of fa-cpu.
@@ -498,7 +498,8 @@ impl<X: HostTransport> HostAttention<X> {
         lse: &mut [f32],
         extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
-        self.forward_of(q, [KvRef::Same(k), KvRef::Same(v)], out, lse, extras.into())
+        let done = self.forward_of(q, [KvRef::Same(k), KvRef::Same(v)], out, lse, extras.into());
+        self.told(done)
     }
 
     /// [`HostAttention::forward`] of a decode on the rank's cache of codes.
@@ -513,7 +514,8 @@ impl<X: HostTransport> HostAttention<X> {
         lse: &mut [f32],
         extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
-        self.forward_of(q, [KvRef::Codes(k), KvRef::Codes(v)], out, lse, extras.into())
+        let done = self.forward_of(q, [KvRef::Codes(k), KvRef::Codes(v)], out, lse, extras.into());
+        self.told(done)
     }
 
     fn forward_of<T: Wire>(
@@ -560,6 +562,17 @@ impl<X: HostTransport> HostAttention<X> {
         dsinks: Option<&mut [f32]>,
         extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
+        let done = self.backward_of(inputs, [dq, dk, dv], dsinks, extras.into());
+        self.told(done)
+    }
+
+    fn backward_of<T: Wire>(
+        &mut self,
+        inputs: &BackwardInputs<'_, T>,
+        [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
+        dsinks: Option<&mut [f32]>,
+        given: Arguments<'_>,
+    ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::BACKWARD)?;
         let (has_sinks, heads) = (self.plan.problem().score.sinks, self.plan.problem().heads_q);
         if let Some(got) = dsinks.as_ref().map(|dsinks| dsinks.len())
@@ -593,7 +606,6 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Dv, Slot::Write(dv.reborrow())),
         ];
         let dsinks = has_sinks.then_some((Buffer::Dsinks, dsinks));
-        let given: Arguments<'_> = extras.into();
         let dlse = given.extras.dlse.map(|dlse| (Buffer::Dlse, Slot::ReadF32(dlse)));
         if let Some(dlse) = given.extras.dlse {
             self.check_lse("dlse", dlse.len())?;
@@ -601,6 +613,15 @@ impl<X: HostTransport> HostAttention<X> {
         let slots = slots.into_iter().chain(dsinks).chain(dlse).collect();
         self.run((&program, true), slots, given)
     }
+
+    /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
+    fn told(&mut self, done: Result<(), Error>) -> Result<(), Error> {
+        if done.is_err() {
+            self.transport.fail();
+        }
+        done
+    }
+
     fn run<'a, T: Wire>(
         &'a mut self,
         (program, is_backward): (&Program, bool),

@@ -25,9 +25,10 @@ mod run;
 mod schemes;
 mod shard;
 mod transport;
+mod visible;
 
 pub use bootstrap::{Bootstrap, Place};
-pub use device::{DeviceAttention, Rank, RankOptions, one_gpu};
+pub use device::{DeviceAttention, Rank, RankOptions, StepTime, one_gpu};
 pub use error::Error;
 pub use host::{HostAttention, Wire};
 pub use memory::{Fault, FaultKind, MemoryOptions, MemoryTransport};

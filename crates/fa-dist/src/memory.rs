@@ -266,4 +266,7 @@ impl HostTransport for MemoryTransport {
         }
         Ok(())
     }
+    fn fail(&mut self) {
+        self.lost(self.rank, "failing");
+    }
 }

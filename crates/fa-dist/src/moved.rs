@@ -7,22 +7,44 @@ use fa_core::program::{
 };
 use fa_kernels::launch::{RawArray, RawProgram};
 
-/// A variable of a part, and the number that it has in the whole, or begins at.
-pub(crate) type Place = (Var, i32);
+/// A scalar of a part's program, and its value: what a variable is in the whole, or begins at.
+pub(crate) type Place = (&'static str, i32);
 
-/// The scalar of a variable, and whether it is added to the part's own number.
-fn scalar(var: Var) -> Option<(&'static str, bool)> {
+/// The last of a part's packed sequences, and its length in the whole.
+pub(crate) const LAST: [&str; 2] = ["fa_part_last", "fa_part_end"];
+
+/// The scalar of a variable.
+pub(crate) fn scalar(var: Var) -> Option<&'static str> {
     match var {
         Var::S => None,
-        Var::B => Some(("fa_part_b", true)),
-        Var::H => Some(("fa_part_h", true)),
-        Var::Hk => Some(("fa_part_hk", true)),
-        Var::Q => Some(("fa_part_q", true)),
-        Var::K => Some(("fa_part_k", true)),
-        Var::Sq => Some(("fa_part_sq", false)),
-        Var::Sk => Some(("fa_part_sk", false)),
-        Var::Off => Some(("fa_part_off", false)),
+        Var::B => Some("fa_part_b"),
+        Var::H => Some("fa_part_h"),
+        Var::Hk => Some("fa_part_hk"),
+        Var::Q => Some("fa_part_q"),
+        Var::K => Some("fa_part_k"),
+        Var::Sq => Some("fa_part_sq"),
+        Var::Sk => Some("fa_part_sk"),
+        Var::Off => Some("fa_part_off"),
     }
+}
+
+/// A variable as it is in the whole, and the scalars that this takes. Of packed sequences the first and the
+/// last may be parts of theirs.
+fn in_the_whole(var: Var, is_packed: bool) -> Option<(String, Vec<&'static str>)> {
+    let (name, own) = (var.name(), scalar(var)?);
+    Some(match (var, is_packed) {
+        (Var::S, _) => return None,
+        (Var::B | Var::H | Var::Hk, _) | (Var::Q | Var::K, false) => (format!("({name} + {own})"), vec![own]),
+        (Var::Q | Var::K, true) => (format!("({name} + select(b == 0, {own}, 0))"), vec![own]),
+        // As many keys as queries.
+        (Var::Off, true) => ("0".to_owned(), Vec::new()),
+        (Var::Sq | Var::Sk, true) => {
+            let (own, [last, end]) = (scalar(Var::Sq)?, LAST);
+            let other = format!("select(b == {last}, {end}, {name})");
+            (format!("select(b == 0, {own}, {other})"), vec![own, last, end])
+        }
+        (Var::Sq | Var::Sk | Var::Off, false) => (own.to_owned(), vec![own]),
+    })
 }
 
 /// The array of ALiBi's slopes in programs that compute it.
@@ -47,7 +69,7 @@ fn slopes(score: &ScoreMod) -> Result<Program, ProgramError> {
 pub(crate) fn moved(
     sloped: Option<&ScoreMod>,
     program: Option<&Program>,
-    vars: &[Var],
+    (vars, is_packed): (&[Var], bool),
 ) -> Result<Interned, String> {
     let slopes = sloped.map(slopes).transpose().map_err(|error| error.to_string())?;
     let joined = match (slopes, program) {
@@ -56,21 +78,21 @@ pub(crate) fn moved(
         (None, Some(program)) => program.clone(),
         (None, None) => return Err("there is none".to_owned()),
     };
-    as_in_the_whole(&joined, vars)
+    as_in_the_whole(&joined, vars, is_packed)
 }
 
-fn as_in_the_whole(program: &Program, vars: &[Var]) -> Result<Interned, String> {
+fn as_in_the_whole(program: &Program, vars: &[Var], is_packed: bool) -> Result<Interned, String> {
     let (mut declared, mut text, mut word) = (String::new(), String::new(), String::new());
     let mut used = Vec::new();
     let mut end = |word: &mut String, text: &mut String| {
-        let found = vars.iter().find(|var| var.name() == word).and_then(|var| scalar(*var));
-        match found {
-            Some((name, is_first)) => {
-                if !used.contains(&name) {
+        let found = vars.iter().find(|var| var.name() == word);
+        match found.and_then(|var| in_the_whole(*var, is_packed)) {
+            Some((own, scalars)) => {
+                for name in scalars.into_iter().filter(|name| !used.contains(name)).collect::<Vec<_>>() {
                     declared += &format!("scalar {name}: i32;\n");
                     used.push(name);
                 }
-                *text += &if is_first { format!("({word} + {name})") } else { name.to_owned() };
+                *text += &own;
             }
             None => *text += word,
         }
@@ -97,12 +119,17 @@ fn scalars<T: Copy>(
     number: impl Fn(i32) -> T,
 ) -> Vec<T> {
     let own = |name: &str| {
-        let of = |(var, value): &Place| Some((scalar(*var)?.0 == name).then(|| number(*value)));
-        let place = places.iter().find_map(|place| of(place).flatten());
+        let place = places.iter().find(|(own, _)| *own == name).map(|(_, value)| number(*value));
         let index = || whole?.scalars().iter().position(|scalar| scalar.name == name);
         place.or_else(|| given.get(index()?).copied())
     };
     moved.scalars().iter().filter_map(|scalar| own(&scalar.name)).collect()
+}
+
+/// The scalars of the program of a part whose values the plan knows.
+pub(crate) fn known(program: &Program, places: &[Place]) -> Vec<Option<Value>> {
+    let of = |name: &str| places.iter().find(|(own, _)| *own == name).map(|(_, value)| Value::I32(*value));
+    program.scalars().iter().map(|scalar| of(&scalar.name)).collect()
 }
 
 /// The arrays of a moved program, from those of the `whole` one and the slopes.
@@ -173,7 +200,7 @@ mod tests {
         let text = "array hq: f32[_, _];\nscalar k_q: i32;\nmask = q - k < k_q;\n\
                     score = s + hq[h, sq - q] * 1e-3;";
         let program = Program::parse(text).unwrap();
-        let found = moved(None, Some(&program), &[Var::Q, Var::K, Var::Sq, Var::H]).unwrap();
+        let found = moved(None, Some(&program), (&[Var::Q, Var::K, Var::Sq, Var::H], false)).unwrap();
         assert_eq!(found.arrays(), program.arrays());
         let names: Vec<&str> = found.scalars().iter().map(|scalar| scalar.name.as_str()).collect();
         assert_eq!(names.len(), 5, "{names:?}");
@@ -181,7 +208,7 @@ mod tests {
             let plain = part.trim_matches(['(', ')']);
             assert!(found.text().contains(plain), "{} has no {plain}", found.text());
         }
-        let places = [(Var::Q, 5), (Var::K, 7), (Var::Sq, 40), (Var::H, 2)];
+        let places = [("fa_part_q", 5), ("fa_part_k", 7), ("fa_part_sq", 40), ("fa_part_h", 2)];
         let given = [9];
         let own = scalars((Some(&program), &found), &places, &given, |value| value);
         let named: Vec<(&str, i32)> = names.into_iter().zip(own).collect();

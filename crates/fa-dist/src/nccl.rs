@@ -235,6 +235,13 @@ pub(crate) struct DevicePiece {
     pub bytes: usize,
 }
 
+impl DevicePiece {
+    /// Whether another one for the same rank begins where this one ends.
+    pub(crate) fn meets(&self, other: &DevicePiece) -> bool {
+        self.peer == other.peer && self.address + self.bytes as u64 == other.address
+    }
+}
+
 /// A communicator that never blocks: what takes time is polled, until a deadline.
 pub(crate) struct Communicator {
     nccl: Arc<Nccl>,

@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, block, packed_block};
 use crate::error::Error;
-use crate::moved::moved;
+use crate::moved::{LAST, Place, moved, scalar};
 use crate::program::{Buffer, Cell, Part, Shape};
-use crate::shard::{Layout, Shards};
+use crate::shard::{Layout, Shards, overlap};
+use crate::visible::Seen;
 
 /// How ranks work together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -81,6 +82,8 @@ pub struct ShardPlan {
     tiles: (usize, usize),
     /// The program of parts.
     program: Option<Interned>,
+    /// Of each chunk of queries the keys that the program's mask lets it see, where it has one.
+    seen: Vec<(Range<usize>, Option<Range<usize>>)>,
     /// Whether backwards take the gradient of the LSE.
     has_dlse: bool,
 }
@@ -109,13 +112,15 @@ impl ShardPlan {
             stages: 1,
             tiles: TILE,
             program: None,
+            seen: Vec::new(),
             has_dlse: false,
         };
         plan.deal(layout);
         plan.check()?;
         if plan.has_own_slopes() || problem.score.program.is_some() {
             let slopes = plan.has_own_slopes().then_some(&problem.score);
-            let found = moved(slopes, problem.score.program.as_deref(), plan.variables());
+            let vars = (plan.variables(), plan.starts.is_some());
+            let found = moved(slopes, problem.score.program.as_deref(), vars);
             plan.program =
                 Some(found.map_err(|why| plan.refused(format!("its program: {why}"), "use one GPU"))?);
         }
@@ -170,6 +175,16 @@ impl ShardPlan {
             true => Shards::new(Layout::Contiguous, world, keys * world, 1),
             false => Shards::new(layout, world, keys, align),
         };
+        self.seen = self.seen();
+    }
+
+    /// What each chunk of queries sees of all keys, by the mask of a program alone.
+    fn seen(&self) -> Vec<(Range<usize>, Option<Range<usize>>)> {
+        let in_parts = matches!(self.scheme, Scheme::Gather | Scheme::Ring);
+        let Some(seen) = Seen::of(&self.problem, &[]).filter(|_| in_parts) else { return Vec::new() };
+        let chunks = self.queries.bounds().windows(2).map(|pair| pair[0]..pair[1]);
+        let chunks = chunks.filter(|rows| !rows.is_empty());
+        chunks.map(|rows| (rows.clone(), seen.keys(&rows, &(0..self.keys.len()), self.tiles.1))).collect()
     }
 
     /// Whether each rank's keys are a cache of its own, in pages or with lengths in use: of a decode.
@@ -197,7 +212,12 @@ impl ShardPlan {
     /// What a part's program sees otherwise than the part: those of the whole.
     fn variables(&self) -> &'static [Var] {
         match self.scheme {
-            Scheme::Gather | Scheme::Ring => &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off],
+            Scheme::Gather | Scheme::Ring if self.starts.is_none() => {
+                &[Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off]
+            }
+            Scheme::Gather | Scheme::Ring => {
+                &[Var::B, Var::H, Var::Hk, Var::Q, Var::K, Var::Sq, Var::Sk, Var::Off]
+            }
             Scheme::Ulysses => &[Var::H, Var::Hk],
             Scheme::Decode => &[],
         }
@@ -261,18 +281,9 @@ impl ShardPlan {
             let instead = "use one type for all tensors, or decode on caches of codes with lengths in use";
             return refuse(format!("tensors of several types ({types:?})"), instead);
         }
-        if score.program.is_some() {
+        if score.program.is_some() && self.scheme == Scheme::Decode {
             let what = if score.dropout.is_some() { "dropout" } else { "a program of masks or scores" };
-            match (self.scheme, &self.starts) {
-                (Scheme::Ulysses, _) | (Scheme::Gather | Scheme::Ring, None) => {}
-                // Rows are counted in each sequence.
-                (Scheme::Gather | Scheme::Ring, Some(_)) => {
-                    return refuse(format!("{what}, of packed sequences"), "use ulysses");
-                }
-                (Scheme::Decode, _) => {
-                    return refuse(what.to_owned(), "use gather, ulysses or ring");
-                }
-            }
+            return refuse(what.to_owned(), "use gather, ulysses or ring");
         }
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {
@@ -280,10 +291,6 @@ impl ShardPlan {
             }
             (Some(Alibi::PerHead), Scheme::Decode) => {
                 return refuse("ALiBi".to_owned(), "use gather, ulysses or ring");
-            }
-            (Some(Alibi::PerHead), Scheme::Gather) if self.has_own_slopes() && self.starts.is_some() => {
-                let what = "ALiBi of packed sequences without a causal mask".to_owned();
-                return refuse(what, "use ulysses or ring, or a causal mask");
             }
             (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses | Scheme::Ring) | (None, _) => {}
         }
@@ -464,12 +471,19 @@ impl ShardPlan {
         }
     }
 
-    /// What of the mask is visible between some rows and some keys.
+    /// What of the mask is visible between some rows and some keys; of the rows of a chunk without the keys
+    /// at both ends that a program hides.
     pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
-        match &self.starts {
-            None => block(self.problem.mask, self.len(), rows, keys, self.tiles.1),
-            Some(starts) => packed_block(self.problem.mask, starts, rows, keys, self.tiles.1),
+        let cut = |keys| block(self.problem.mask, self.len(), rows.clone(), keys, self.tiles.1);
+        if let Some(starts) = &self.starts {
+            return packed_block(self.problem.mask, starts, rows, keys, self.tiles.1);
         }
+        let whole = cut(keys.clone())?;
+        let Some((_, seen)) = self.seen.iter().find(|(chunk, _)| *chunk == rows) else { return Some(whole) };
+        let found = seen.as_ref().and_then(|seen| cut(overlap(seen, &keys)?));
+        // Rows without a key have their sink yet.
+        let is_kept = |found: &Block| found.rows == whole.rows;
+        if self.problem.score.sinks && !found.as_ref().is_some_and(is_kept) { Some(whole) } else { found }
     }
 
     /// The problem of a kernel's call between rows and keys of the whole, of packed sequences that begin at
@@ -518,26 +532,54 @@ impl ShardPlan {
         // What is merged gets its sinks then.
         let sinks = problem.score.sinks && !matches!(self.scheme, Scheme::Ring | Scheme::Decode);
         let score = problem.score.with_sinks(sinks).with_dropout(None);
-        // Rows and keys that are packed sequences of a rank's own end where its diagonals do.
-        let score = match (self.has_own_slopes(), &starts) {
-            (false, _) => score.with_program(self.program),
-            (true, None) => score.with_alibi(None).with_softcap(None).with_program(self.program),
-            (true, Some(_)) => score,
+        // Under a causal mask packed sequences of a rank's own end where its diagonals do.
+        let has_corner = starts.is_some() && self.problem.mask.right == Some(0) && score.program.is_none();
+        let score = match self.has_own_slopes() {
+            false => score.with_program(self.program),
+            true if has_corner => score,
+            true => score.with_alibi(None).with_softcap(None).with_program(self.program),
         };
+        let places = match score.program {
+            None => Vec::new(),
+            Some(_) => self.places((row, key), starts.as_ref(), heads),
+        };
+        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
+    }
+
+    /// What the program of a part is told that begins at this row and key, of packed sequences that begin at
+    /// `starts` among its rows.
+    fn places(
+        &self,
+        (row, key): (usize, usize),
+        starts: Option<&[Vec<i32>; 2]>,
+        heads: &Range<usize>,
+    ) -> Vec<Place> {
         let (rows, keys) = self.len();
+        // The part's first sequence, which has rows, and its last one: where they begin, and their lengths.
+        let of_sequence = |number: usize| {
+            let bounds = self.starts.as_deref().and_then(|starts| starts.get(number..number + 2));
+            bounds.map_or((0, rows, keys), |own| {
+                let len = (own[1] - own[0]) as usize;
+                (own[0] as usize, len, len)
+            })
+        };
+        let first = self.starts.as_deref().map_or(0, |all| all.partition_point(|at| *at as usize <= row));
+        let (first, count) = (first.saturating_sub(1), starts.map_or(1, |[own, _]| own.len() - 1));
+        let ((begin, sq, sk), (_, end, _)) = (of_sequence(first), of_sequence(first + count - 1));
         let number = |var: Var| match var {
-            Var::S | Var::B => 0,
+            Var::S => 0,
+            Var::B => first as i64,
             Var::H => heads.start as i64,
             Var::Hk => (heads.start / self.problem.group_size().max(1)) as i64,
-            Var::Q => row as i64,
-            Var::K => key as i64,
-            Var::Sq => rows as i64,
-            Var::Sk => keys as i64,
-            Var::Off => keys as i64 - rows as i64 + self.problem.mask.offset,
+            Var::Q => (row - begin) as i64,
+            Var::K => (key - begin) as i64,
+            Var::Sq => sq as i64,
+            Var::Sk => sk as i64,
+            Var::Off => sk as i64 - sq as i64 + self.problem.mask.offset,
         };
-        let places = self.variables().iter().filter(|_| score.program.is_some());
-        let places = places.map(|var| (*var, number(*var) as i32)).collect();
-        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
+        let own = self.variables().iter().filter_map(|var| Some((scalar(*var)?, number(*var) as i32)));
+        let [last, of_last] = LAST;
+        own.chain([(last, count as i32 - 1), (of_last, end as i32)]).collect()
     }
 
     /// K/V heads that a rank of Ulysses computes.

@@ -6,7 +6,6 @@
 
 use std::ops::Range;
 
-use fa_core::program::Var;
 use fa_core::{Dtype, Problem, TensorLayout};
 
 /// A tensor of a rank.
@@ -114,8 +113,8 @@ pub struct Part {
     pub heads: Range<usize>,
     /// Where its packed sequences begin, queries and keys, where the plan knows it.
     pub starts: Option<[Vec<i32>; 2]>,
-    /// What variables of its program are in the whole, or begin at.
-    pub places: Vec<(Var, i32)>,
+    /// Scalars of its program by name: what variables are in the whole, or begin at.
+    pub places: Vec<(&'static str, i32)>,
 }
 
 /// One thing that a rank does.
@@ -186,6 +185,18 @@ pub enum Op {
 }
 
 impl Op {
+    /// The name in tables of times.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Op::Sum { .. } => "sum",
+            Op::Nothing { .. } => "fill",
+            Op::Forward { .. } => "forward",
+            Op::Backward { .. } => "backward",
+            Op::Merge { .. } => "merge",
+            Op::Exchange { .. } => "exchange",
+        }
+    }
+
     /// What it reads.
     pub fn reads(&self) -> Vec<&View> {
         match self {
@@ -242,6 +253,8 @@ pub struct Program {
     pub tensors: Vec<(Buffer, Shape)>,
     /// The program's own memory.
     pub scratch: Vec<Shape>,
+    /// Numbers of those that lie right behind the one before: messages of both may be one.
+    pub joined: Vec<usize>,
     /// What is done.
     pub steps: Vec<Step>,
 }
@@ -343,14 +356,20 @@ pub(crate) struct Builder {
 
 impl Builder {
     pub(crate) fn new((rank, world): (usize, usize), dtype: Dtype, tensors: Vec<(Buffer, Shape)>) -> Builder {
-        let (scratch, steps) = (Vec::new(), Vec::new());
-        Builder { program: Program { rank, world, dtype, tensors, scratch, steps } }
+        let (scratch, joined, steps) = (Vec::new(), Vec::new(), Vec::new());
+        Builder { program: Program { rank, world, dtype, tensors, scratch, joined, steps } }
     }
 
     /// New memory of the program.
     pub(crate) fn scratch(&mut self, shape: Shape) -> Buffer {
         self.program.scratch.push(shape);
         Buffer::Scratch(self.program.scratch.len() - 1)
+    }
+
+    /// New memory of the program, right behind the last.
+    pub(crate) fn behind(&mut self, shape: Shape) -> Buffer {
+        self.program.joined.push(self.program.scratch.len());
+        self.scratch(shape)
     }
 
     /// Gives new memory another number of rows.

@@ -26,4 +26,7 @@ pub trait HostTransport {
     /// # Errors
     /// [`Error::Mismatch`] with the first rank that has another, and as [`HostTransport::exchange`].
     fn agree(&mut self, text: &str) -> Result<(), Error>;
+
+    /// Tells the other ranks that this one has failed: what they wait for does not come.
+    fn fail(&mut self);
 }

@@ -9,6 +9,7 @@ use fa_core::TensorLayout;
 use fa_kernels::cudarc::driver::{CudaStream, result, sys};
 use fa_kernels::{RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor};
 
+use super::marks::Marks;
 use super::memory::driver;
 use super::prepared::{Kernel, Prepared};
 use super::rank::Rank;
@@ -39,10 +40,11 @@ pub(super) fn launch(
     prepared: &Prepared,
     given: Given,
     stream: &Arc<CudaStream>,
+    marks: Option<&Marks>,
 ) -> Result<(), Error> {
     let transfer = rank.transfer.clone();
     let has_transfers = prepared.program.steps.iter().any(|step| step.lane == Lane::Transfer);
-    let mut engine = DeviceEngine { rank, prepared, given, streams: [stream, &transfer] };
+    let mut engine = DeviceEngine { rank, prepared, given, streams: [stream, &transfer], marks };
     if !has_transfers {
         // A decode is short: waits between streams would be a large part of it.
         return run(&prepared.program, Order::Listed, &mut engine);
@@ -61,6 +63,7 @@ struct DeviceEngine<'a> {
     prepared: &'a Prepared,
     given: Given,
     streams: [&'a Arc<CudaStream>; 2],
+    marks: Option<&'a Marks>,
 }
 
 impl DeviceEngine<'_> {
@@ -69,6 +72,10 @@ impl DeviceEngine<'_> {
             Lane::Compute => self.streams[0],
             Lane::Transfer => self.streams[1],
         }
+    }
+
+    fn mark(&self, number: usize, is_end: bool, lane: Lane) -> Result<(), Error> {
+        self.marks.map_or(Ok(()), |marks| marks.record(number, is_end, self.stream(lane)))
     }
 
     /// A buffer's address and strides.
@@ -88,7 +95,7 @@ impl DeviceEngine<'_> {
             Buffer::Dk => self.given.gradients[1],
             Buffer::Dv => self.given.gradients[2],
             Buffer::Dsinks => Some(own(self.given.dsinks)),
-            Buffer::Scratch(number) => Some(own(self.prepared.scratch[number].address)),
+            Buffer::Scratch(number) => Some(own(self.prepared.scratch[number])),
         };
         // A tensor without elements has no address, and nothing of it is touched.
         given.unwrap_or(own(0))
@@ -218,12 +225,11 @@ impl DeviceEngine<'_> {
 }
 
 impl Engine for DeviceEngine<'_> {
-    fn before(&mut self, _: usize, step: &Step) -> Result<(), Error> {
-        let event = step.after.and_then(|after| self.prepared.events[after].as_ref());
-        match event {
-            Some(event) => self.stream(step.lane).wait(event).map_err(driver("waiting for an event")),
-            None => Ok(()),
+    fn before(&mut self, number: usize, step: &Step) -> Result<(), Error> {
+        if let Some(event) = step.after.and_then(|after| self.prepared.events[after].as_ref()) {
+            self.stream(step.lane).wait(event).map_err(driver("waiting for an event"))?;
         }
+        self.mark(number, false, step.lane)
     }
 
     fn apply(&mut self, number: usize, step: &Step) -> Result<(), Error> {
@@ -282,7 +288,20 @@ impl Engine for DeviceEngine<'_> {
             address: self.base(piece.buffer).address + piece.offset as u64,
             bytes: piece.bytes,
         };
-        let [sends, recvs] = [sends, recvs].map(|all| all.iter().map(device).collect::<Vec<_>>());
+        let joined = |number: &usize| self.prepared.program.joined.contains(number);
+        let [sends, recvs] = [sends, recvs].map(|all| {
+            let mut pieces: Vec<DevicePiece> = Vec::with_capacity(all.len());
+            for piece in all {
+                let own = device(piece);
+                let is_joined = matches!(&piece.buffer, Buffer::Scratch(number) if joined(number));
+                match pieces.last_mut() {
+                    // Of both sides or of neither, as their buffers are alike.
+                    Some(last) if is_joined && last.meets(&own) => last.bytes += own.bytes,
+                    _ => pieces.push(own),
+                }
+            }
+            pieces
+        });
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
@@ -303,6 +322,7 @@ impl Engine for DeviceEngine<'_> {
     }
 
     fn after(&mut self, number: usize, step: &Step) -> Result<(), Error> {
+        self.mark(number, true, step.lane)?;
         match &self.prepared.events[number] {
             Some(event) => event.record(self.stream(step.lane)).map_err(driver("recording an event")),
             None => Ok(()),

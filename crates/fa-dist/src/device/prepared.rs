@@ -31,7 +31,9 @@ pub(super) struct Prepared {
     pub(super) kernels: Vec<Kernel>,
     /// Starts of the packed queries and keys of steps that have their own.
     pub(super) starts: Vec<Option<[Memory; 2]>>,
-    pub(super) scratch: Vec<Memory>,
+    /// The addresses of the program's own buffers, which lie in `memory`.
+    pub(super) scratch: Vec<u64>,
+    memory: Vec<Memory>,
     pub(super) workspace: Memory,
     /// For steps that others wait for.
     pub(super) events: Vec<Option<CudaEvent>>,
@@ -69,9 +71,7 @@ impl Prepared {
         let kernels = program.steps.iter().map(|step| kernel(gpu, plan, &program, step, (pass, spec)));
         let kernels = kernels.collect::<Result<Vec<_>, Error>>()?;
         let starts = program.steps.iter().map(|step| starts(gpu, step)).collect::<Result<Vec<_>, Error>>()?;
-        // NaN, so that reading what was never written shows.
-        let room = |shape: &Shape| Memory::new(gpu, shape.elements() * shape.cell.bytes(program.dtype), 0xff);
-        let scratch = program.scratch.iter().map(room).collect::<Result<Vec<_>, Error>>()?;
+        let (scratch, memory) = rooms(gpu, &program)?;
         let workspace = kernels.iter().map(|kernel| match kernel {
             Kernel::Attention(bound) => bound.workspace_bytes(),
             Kernel::Merge(_) | Kernel::Plain => 0,
@@ -85,13 +85,49 @@ impl Prepared {
         let (begun, ended) = (event()?, event()?);
         let whole = plan.problem().score.program;
         let slopes = plan.problem().score.alibi.map(|_| plan.problem().heads_q);
-        Ok(Prepared { program, whole, slopes, kernels, starts, scratch, workspace, events, begun, ended })
+        Ok(Prepared {
+            program,
+            whole,
+            slopes,
+            kernels,
+            starts,
+            scratch,
+            memory,
+            workspace,
+            events,
+            begun,
+            ended,
+        })
     }
 
     /// Bytes of the program's own memory.
     pub(super) fn bytes(&self) -> usize {
-        self.workspace.bytes + self.scratch.iter().map(|memory| memory.bytes).sum::<usize>()
+        self.workspace.bytes + self.memory.iter().map(|memory| memory.bytes).sum::<usize>()
     }
+}
+
+/// Memory of a program's own buffers, of NaN, so that reading what was never written shows: buffers that are
+/// joined lie in one.
+fn rooms(gpu: &Arc<Gpu>, program: &Program) -> Result<(Vec<u64>, Vec<Memory>), Error> {
+    let bytes = |shape: &Shape| shape.elements() * shape.cell.bytes(program.dtype);
+    // The offset of each buffer in the memory that it is in.
+    let (mut places, mut sizes) = (Vec::new(), Vec::<usize>::new());
+    for (number, shape) in program.scratch.iter().enumerate() {
+        match sizes.last_mut() {
+            Some(size) if program.joined.contains(&number) => {
+                let offset = size.next_multiple_of(16);
+                places.push((places.last().map_or(0, |(memory, _)| *memory), offset));
+                *size = offset + bytes(shape);
+            }
+            _ => {
+                places.push((sizes.len(), 0));
+                sizes.push(bytes(shape));
+            }
+        }
+    }
+    let memory = sizes.into_iter().map(|size| Memory::new(gpu, size, 0xff));
+    let memory = memory.collect::<Result<Vec<_>, Error>>()?;
+    Ok((places.into_iter().map(|(at, offset)| memory[at].address + offset as u64).collect(), memory))
 }
 
 /// The starts of a step's packed sequences, in device memory.

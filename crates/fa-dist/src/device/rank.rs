@@ -148,15 +148,37 @@ impl Rank {
         stream.synchronize().map_err(driver("waiting for the GPU"))
     }
 
-    /// Compares a text with those of the other ranks.
-    pub(super) fn agree(&mut self, text: &str) -> Result<(), Error> {
-        let rank = self.place.rank;
-        let all = self.store.gather("comparing plans", text)?;
-        match all.iter().enumerate().find(|(_, other)| *other != text) {
-            Some((other, theirs)) if other != rank => {
-                Err(Error::Mismatch { rank: other, theirs: theirs.clone(), ours: text.to_owned() })
+    /// Compares a text with those of the other ranks, of which one may have an error instead: then each has
+    /// one.
+    pub(super) fn agree<T>(&mut self, text: &str, done: Result<T, Error>) -> Result<T, Error> {
+        let own = match &done {
+            Ok(_) => text.to_owned(),
+            Err(error) => format!("error: {error}"),
+        };
+        let all = self.store.gather("comparing plans", &own)?;
+        let done = done?;
+        match all.into_iter().enumerate().find(|(_, other)| *other != own) {
+            Some((rank, theirs)) => Err(Error::Mismatch { rank, theirs, ours: own }),
+            None => Ok(done),
+        }
+    }
+
+    /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
+    pub(super) fn told<T>(&mut self, done: Result<T, Error>) -> Result<T, Error> {
+        if done.is_err() {
+            self.store.fail();
+            if let Some(communicator) = &mut self.communicator {
+                communicator.abort();
             }
-            _ => Ok(()),
+        }
+        done
+    }
+
+    /// Whether all ranks are there, as far as this one knows.
+    pub(super) fn check(&self, doing: &str) -> Result<(), Error> {
+        match (self.store.watch())() {
+            Some(rank) => Err(Error::PeerLost { rank, doing: doing.to_owned() }),
+            None => Ok(()),
         }
     }
 }

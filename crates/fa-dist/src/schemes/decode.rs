@@ -18,12 +18,14 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     let rows = 0..plan.queries().len();
     let placed = [Placed { local: 0, range: rows.clone() }];
     let [out_shape, lse_shape] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.shape(buffer));
+    // All that a rank sends lies together, and is one message.
+    let room = |builder: &mut Builder, is_first: bool| {
+        let out = if is_first { builder.scratch(out_shape) } else { builder.behind(out_shape) };
+        [out, builder.behind(lse_shape)]
+    };
     let mut parts: Vec<Vec<[View; 2]>> = vec![Vec::new(); plan.world()];
     for (owner, parts) in parts.iter_mut().enumerate().filter(|_| plan.is_cache() && !rows.is_empty()) {
-        let [out, lse] = [out_shape, lse_shape].map(|shape| {
-            let buffer = builder.scratch(shape);
-            builder.whole(buffer)
-        });
+        let [out, lse] = room(&mut builder, parts.is_empty()).map(|buffer| builder.whole(buffer));
         parts.push([out.clone(), lse.clone()]);
         if owner == rank {
             let [q, k, v] = [Buffer::Q, Buffer::K, Buffer::V].map(|buffer| builder.whole(buffer));
@@ -34,7 +36,7 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     for (owner, parts) in parts.iter_mut().enumerate().filter(|_| !plan.is_cache()) {
         for call in calls(plan, &placed, owner) {
             let (own, keys) = (&call.rows, &call.keys);
-            let [out, lse] = [builder.scratch(out_shape), builder.scratch(lse_shape)];
+            let [out, lse] = room(&mut builder, parts.is_empty());
             parts.push([builder.whole(out), builder.whole(lse)]);
             if owner != rank {
                 continue;

@@ -34,6 +34,12 @@ fn shared(plan: &ShardPlan, owner: usize, reader: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
+/// The rank's own numbers of rows of the whole, which are of one of its ranges.
+fn local(placed: &[Placed], rows: &Range<usize>) -> Range<usize> {
+    let own = placed.iter().find(|own| overlap(&own.range, rows).is_some());
+    own.map_or(0..0, |own| own.locals(rows))
+}
+
 /// The other ranks, in an order in which no two have the same one at the same time.
 pub(super) fn others(plan: &ShardPlan, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     let world = plan.world();
@@ -61,12 +67,17 @@ impl<'a> Gather<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
         let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
         let gathered = (0..plan.stages().min(SLOTS)).map(|_| staged(plan, &mut builder, Cell::Own)).collect();
-        // All heads at once: later, kernels of attention hold every SM.
+        // What others need, all heads at once: later, kernels of attention hold every SM.
+        let placed = plan.keys().placed(rank);
+        let sent = others(plan, rank).flat_map(|(next, _)| shared(plan, rank, next));
+        let sent = joined(sent.map(|rows| local(&placed, &rows)).collect());
         let own = [Buffer::K, Buffer::V].map(|from| {
             let shape = builder.shape(from);
             let to = builder.scratch(Shape { order: TensorLayout::Bhsd, ..shape });
-            let (from, whole) = (builder.whole(from), builder.whole(to));
-            builder.copy(Lane::Transfer, from, whole);
+            for rows in &sent {
+                let [from, to] = [from, to].map(|buffer| View::of(buffer, rows, &(0..shape.heads)));
+                builder.copy(Lane::Transfer, from, to);
+            }
             to
         });
         let mut gather =
@@ -75,30 +86,32 @@ impl<'a> Gather<'a> {
         gather
     }
 
-    /// The keys and values of a stage, the rank's own among them, to their places in the sequence.
+    /// The keys and values of a stage to their places in the sequence: others' by transfers, under which the
+    /// rank's own are copied.
     fn gather(&mut self, stage: usize) {
         let (plan, rank) = (self.plan, self.rank);
         let to = self.gathered[stage % self.gathered.len()];
         let (_, kv) = plan.stage_heads(stage);
+        let staged = 0..kv.len();
         let placed = plan.keys().placed(rank);
-        let local = |rows: &Range<usize>| {
-            let own = placed.iter().find(|own| overlap(&own.range, rows).is_some());
-            own.map_or(0..0, |own| own.locals(rows))
-        };
-        let ranks = || others(plan, rank).chain([(rank, rank)]);
-        let sends = ranks().flat_map(|(next, _)| {
+        let sends = others(plan, rank).flat_map(|(next, _)| {
             let ranges = shared(plan, rank, next).into_iter();
-            let of = |rows: Range<usize>| self.own.map(|from| (next, View::of(from, &local(&rows), &kv)));
+            let of =
+                |rows: Range<usize>| self.own.map(|from| (next, View::of(from, &local(&placed, &rows), &kv)));
             ranges.flat_map(of).collect::<Vec<_>>()
         });
-        let recvs = ranks().flat_map(|(_, last)| {
+        let recvs = others(plan, rank).flat_map(|(_, last)| {
             let ranges = shared(plan, last, rank).into_iter();
-            ranges
-                .flat_map(|rows| to.map(|to| (last, View::of(to, &rows, &(0..kv.len())))))
-                .collect::<Vec<_>>()
+            ranges.flat_map(|rows| to.map(|to| (last, View::of(to, &rows, &staged)))).collect::<Vec<_>>()
         });
         let exchange = Op::Exchange { sends: sends.collect(), recvs: recvs.collect() };
         self.builder.push(Lane::Transfer, exchange);
+        for rows in shared(plan, rank, rank) {
+            for (from, to) in [Buffer::K, Buffer::V].into_iter().zip(to) {
+                let from = View::of(from, &local(&placed, &rows), &kv);
+                self.builder.copy(Lane::Compute, from, View::of(to, &rows, &staged));
+            }
+        }
     }
 
     /// The gather of a later stage, before the kernels of `stage` take all SMs.
@@ -275,13 +288,11 @@ impl Gather<'_> {
             ranges.flat_map(|rows| sums.map(|sum| (next, View::of(sum, &rows, &staged)))).collect::<Vec<_>>()
         });
         let placed = plan.keys().placed(rank);
-        let local = |rows: &Range<usize>| {
-            let own = placed.iter().find(|own| overlap(&own.range, rows).is_some());
-            own.map_or(0..0, |own| own.locals(rows))
-        };
         let recvs = returns.received.iter().flat_map(|(last, received)| {
             let ranges = shared(plan, rank, *last).into_iter();
-            let of = |rows: Range<usize>| received.map(|to| (*last, View::of(to, &local(&rows), &staged)));
+            let of = |rows: Range<usize>| {
+                received.map(|to| (*last, View::of(to, &local(&placed, &rows), &staged)))
+            };
             ranges.flat_map(of).collect::<Vec<_>>()
         });
         let exchange = Op::Exchange { sends: sends.collect(), recvs: recvs.collect() };
@@ -293,7 +304,7 @@ impl Gather<'_> {
                 for rows in shared(plan, rank, from) {
                     terms.push(match received {
                         Some((_, buffers)) => {
-                            let first = local(&rows).start;
+                            let first = local(&placed, &rows).start;
                             Term { rows, buffer: buffers[which], first }
                         }
                         None => Term { first: rows.start, rows, buffer: sums[which] },

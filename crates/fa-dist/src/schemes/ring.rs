@@ -29,6 +29,11 @@ fn steps(plan: &ShardPlan, rank: usize, owner: usize) -> Vec<Call> {
     calls(plan, &plan.queries().placed(rank), owner)
 }
 
+/// The most keys of a rank.
+fn most_keys(plan: &ShardPlan) -> usize {
+    (0..plan.world()).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0)
+}
+
 struct Ring<'a> {
     plan: &'a ShardPlan,
     rank: usize,
@@ -45,7 +50,7 @@ impl<'a> Ring<'a> {
     fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Ring<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
         let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
-        let most = (0..plan.world()).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0);
+        let most = most_keys(plan);
         let room = |builder: &mut Builder, rows: Option<usize>| {
             [Buffer::K, Buffer::V].map(|buffer| {
                 let shape = builder.shape(buffer);
@@ -192,105 +197,115 @@ fn with_sinks(plan: &ShardPlan, by_step: Vec<Vec<Call>>) -> Vec<Vec<(Call, bool)
     by_step.into_iter().map(&mut of_step).collect()
 }
 
-/// The backward of a rank.
-pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
-    let mut ring = Ring::new(plan, rank, Pass::BACKWARD);
-    let world = plan.world();
-    let heads = 0..plan.problem().heads_q;
-    let kv = 0..plan.problem().heads_kv;
-    let dq = ring.like(Buffer::Dq, Cell::F32);
-    let sums = [Buffer::Dk, Buffer::Dv].map(|buffer| ring.like(buffer, Cell::F32));
-    let whole = ring.builder.whole(dq);
-    ring.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to: whole });
-    let most = (0..world).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0);
-    // What is returned of a step, and what comes back: of two steps in turn.
-    let rooms: Vec<[[Buffer; 2]; 2]> = (0..2)
-        .map(|_| {
-            [most, plan.keys().rows(rank)].map(|rows| {
-                [Buffer::Dk, Buffer::Dv].map(|buffer| {
-                    let shape = ring.builder.shape(buffer);
-                    ring.builder.scratch(Shape { cell: Cell::F32, rows, ..shape })
-                })
+/// Memory of the gradients.
+struct Gradients {
+    dq: Buffer,
+    /// dK and dV of the rank's own keys.
+    sums: [Buffer; 2],
+    /// What is returned of a step, and what comes back: of two steps in turn.
+    rooms: Vec<[[Buffer; 2]; 2]>,
+    /// dQ of a call, in the kernel's type and in that of sums. Of calls in turn: their own queue orders them.
+    part: Buffer,
+    wide: Buffer,
+    /// dK and dV of each call of a step.
+    pool: Vec<[Buffer; 2]>,
+    /// The gradient of the sinks of a call, and of all: sums are of whole vectors.
+    dsinks: Option<[Buffer; 2]>,
+}
+
+impl Ring<'_> {
+    fn gradients(&mut self) -> Gradients {
+        let dq = self.like(Buffer::Dq, Cell::F32);
+        let sums = [Buffer::Dk, Buffer::Dv].map(|buffer| self.like(buffer, Cell::F32));
+        let whole = self.builder.whole(dq);
+        self.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to: whole });
+        let rows = [most_keys(self.plan), self.plan.keys().rows(self.rank)];
+        let builder = &mut self.builder;
+        let mut room = |rows: usize| {
+            [Buffer::Dk, Buffer::Dv].map(|buffer| {
+                let shape = builder.shape(buffer);
+                builder.scratch(Shape { cell: Cell::F32, rows, ..shape })
             })
-        })
-        .collect();
-    // Of calls in turn: their own queue orders them.
-    let [part, wide] = [Cell::Own, Cell::F32].map(|cell| ring.like(Buffer::Dq, cell));
-    let mut pool: Vec<[Buffer; 2]> = Vec::new();
-    if world > 1 {
-        ring.fetch(1);
+        };
+        let rooms = (0..2).map(|_| rows.map(&mut room)).collect();
+        let [part, wide] = [Cell::Own, Cell::F32].map(|cell| self.like(Buffer::Dq, cell));
+        Gradients { dq, sums, rooms, part, wide, pool: Vec::new(), dsinks: None }
     }
-    // The gradient of the sinks of a call, and of all: sums are of whole vectors.
-    let dsinks = plan.problem().score.sinks.then(|| {
+
+    /// Zeros for the gradient of the sinks.
+    fn no_dsinks(&mut self) -> [Buffer; 2] {
         [(); 2].map(|()| {
-            let shape = ring.builder.shape(Buffer::Dsinks);
-            let buffer = ring.builder.scratch(Shape { heads: shape.heads.next_multiple_of(8), ..shape });
-            let to = ring.builder.whole(buffer);
-            ring.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
+            let shape = self.builder.shape(Buffer::Dsinks);
+            let buffer = self.builder.scratch(Shape { heads: shape.heads.next_multiple_of(8), ..shape });
+            let to = self.builder.whole(buffer);
+            self.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
             buffer
         })
-    });
-    let by_step = (0..world).map(|step| steps(plan, rank, ring.peers(step).0)).collect();
-    for (step, calls) in with_sinks(plan, by_step).into_iter().enumerate() {
-        if step > 0 && step + 1 < world {
-            ring.fetch(step + 1);
+    }
+
+    /// The gradients of a call, the one of this number in its step; its dK and dV are given back.
+    fn differentiate(
+        &mut self,
+        (index, call, has_sinks): (usize, &Call, bool),
+        [k, v]: [Buffer; 2],
+        own: &mut Gradients,
+    ) -> [Buffer; 2] {
+        let (plan, heads, kv) = (self.plan, 0..self.plan.problem().heads_q, 0..self.plan.problem().heads_kv);
+        let of = |buffer| View::of(buffer, &call.rows, &heads);
+        let lse = self.packed.of(&mut self.builder, &of(Buffer::Lse));
+        if lse != of(Buffer::Lse) {
+            self.builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
         }
-        let (owner, reader) = ring.peers(step);
-        let [k, v] = ring.at(step);
-        let mut terms: [Vec<Term>; 2] = [Vec::new(), Vec::new()];
-        for (index, (call, has_sinks)) in calls.into_iter().enumerate() {
-            let (own, keys) = (&call.rows, &call.keys);
-            let of = |buffer| View::of(buffer, own, &heads);
-            let lse = ring.packed.of(&mut ring.builder, &of(Buffer::Lse));
-            if lse != of(Buffer::Lse) {
-                ring.builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
-            }
-            let dlse = dlse(plan, &mut ring.builder, &mut ring.packed_dlse, own, &heads);
-            let keyed = |buffer| View::of(buffer, keys, &kv);
-            if index == pool.len() {
-                pool.push([Buffer::Dk, Buffer::Dv].map(|buffer| {
-                    let shape = ring.builder.shape(buffer);
-                    ring.builder.scratch(Shape { rows: most, ..shape })
-                }));
-            }
-            let parts = pool[index];
-            let mut problem = call.part(plan, &heads, kv.len());
-            problem.problem = problem.problem.with_score(problem.problem.score.with_sinks(has_sinks));
-            let dsinks = dsinks.filter(|_| has_sinks);
-            ring.builder.push(
-                Lane::Compute,
-                Op::Backward {
-                    part: problem,
-                    inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
-                    outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
-                    dsinks: dsinks.map(|[part, _]| Box::new(View::of(part, &(0..1), &heads))),
-                    dlse,
-                },
-            );
-            if let Some(buffers) = dsinks {
-                let [part, to] = buffers.map(|buffer| ring.builder.whole(buffer));
-                ring.builder.push(Lane::Compute, Op::Sum { parts: vec![to.clone(), part], to });
-            }
-            // Sums are of one type.
-            ring.builder.copy(Lane::Compute, of(part), of(wide));
-            let op = Op::Sum { parts: vec![of(dq), of(wide)], to: of(dq) };
-            ring.builder.push(Lane::Compute, op);
-            for (terms, buffer) in terms.iter_mut().zip(parts) {
-                terms.push(Term { rows: keys.clone(), buffer, first: keys.start });
-            }
+        let dlse = dlse(plan, &mut self.builder, &mut self.packed_dlse, &call.rows, &heads);
+        let keyed = |buffer| View::of(buffer, &call.keys, &kv);
+        if index == own.pool.len() {
+            let rows = most_keys(self.plan);
+            own.pool.push([Buffer::Dk, Buffer::Dv].map(|buffer| {
+                let shape = self.builder.shape(buffer);
+                self.builder.scratch(Shape { rows, ..shape })
+            }));
         }
-        let [returned, received] = rooms[step % 2];
+        let parts = own.pool[index];
+        let mut part = call.part(plan, &heads, kv.len());
+        part.problem = part.problem.with_score(part.problem.score.with_sinks(has_sinks));
+        let dsinks = own.dsinks.filter(|_| has_sinks);
+        self.builder.push(
+            Lane::Compute,
+            Op::Backward {
+                part,
+                inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
+                outputs: [of(own.part), keyed(parts[0]), keyed(parts[1])],
+                dsinks: dsinks.map(|[part, _]| Box::new(View::of(part, &(0..1), &heads))),
+                dlse,
+            },
+        );
+        if let Some(buffers) = dsinks {
+            let [part, to] = buffers.map(|buffer| self.builder.whole(buffer));
+            self.builder.push(Lane::Compute, Op::Sum { parts: vec![to.clone(), part], to });
+        }
+        // Sums are of one type.
+        self.builder.copy(Lane::Compute, of(own.part), of(own.wide));
+        let op = Op::Sum { parts: vec![of(own.dq), of(own.wide)], to: of(own.dq) };
+        self.builder.push(Lane::Compute, op);
+        parts
+    }
+
+    /// dK and dV of a step: those of own keys are kept, others go to their owner while those that other ranks
+    /// have of own keys come, and are added.
+    fn give_back(&mut self, step: usize, terms: &[Vec<Term>; 2], own: &Gradients) {
+        let (plan, rank, kv) = (self.plan, self.rank, 0..self.plan.problem().heads_kv);
         if step == 0 {
-            let own = 0..plan.keys().rows(rank);
-            for (terms, to) in terms.iter().zip(sums) {
-                sum(&mut ring.builder, Lane::Compute, terms, &kv, &own, (to, 0, &kv));
+            let keys = 0..plan.keys().rows(rank);
+            for (terms, to) in terms.iter().zip(own.sums) {
+                sum(&mut self.builder, Lane::Compute, terms, &kv, &keys, (to, 0, &kv));
             }
-            continue;
+            return;
         }
+        let ((owner, reader), [returned, received]) = (self.peers(step), own.rooms[step % 2]);
         let back = shared(plan, owner, rank);
         for (terms, to) in terms.iter().zip(returned) {
             for rows in &back {
-                sum(&mut ring.builder, Lane::Compute, terms, &kv, rows, (to, rows.start, &kv));
+                sum(&mut self.builder, Lane::Compute, terms, &kv, rows, (to, rows.start, &kv));
             }
         }
         let messages = |peer: usize, buffers: [Buffer; 2], ranges: &[Range<usize>]| {
@@ -299,24 +314,54 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         };
         let come = shared(plan, rank, reader);
         let (sends, recvs) = (messages(owner, returned, &back), messages(reader, received, &come));
-        ring.builder.push(Lane::Transfer, Op::Exchange { sends, recvs });
-        for (from, to) in received.into_iter().zip(sums) {
+        self.builder.push(Lane::Transfer, Op::Exchange { sends, recvs });
+        for (from, to) in received.into_iter().zip(own.sums) {
             for rows in &come {
                 let [from, to] = [from, to].map(|buffer| View::of(buffer, rows, &kv));
-                ring.builder.push(Lane::Transfer, Op::Sum { parts: vec![to.clone(), from], to });
+                self.builder.push(Lane::Transfer, Op::Sum { parts: vec![to.clone(), from], to });
             }
         }
     }
-    if let Some([_, sum]) = dsinks {
-        let to = ring.builder.whole(Buffer::Dsinks);
-        ring.builder.copy(Lane::Compute, View { buffer: sum, ..to.clone() }, to);
+
+    /// The sums as the caller has them.
+    fn write(mut self, own: &Gradients) -> Program {
+        if let Some([_, sum]) = own.dsinks {
+            let to = self.builder.whole(Buffer::Dsinks);
+            self.builder.copy(Lane::Compute, View { buffer: sum, ..to.clone() }, to);
+        }
+        let lanes = [Lane::Compute, Lane::Transfer, Lane::Transfer];
+        let pairs = [(own.dq, Buffer::Dq), (own.sums[0], Buffer::Dk), (own.sums[1], Buffer::Dv)];
+        for ((from, to), lane) in pairs.into_iter().zip(lanes) {
+            let [from, to] = [from, to].map(|buffer| self.builder.whole(buffer));
+            self.builder.copy(lane, from, to);
+        }
+        self.builder.finish()
     }
-    let lanes = [Lane::Compute, Lane::Transfer, Lane::Transfer];
-    for ((from, to), lane) in
-        [(dq, Buffer::Dq), (sums[0], Buffer::Dk), (sums[1], Buffer::Dv)].into_iter().zip(lanes)
-    {
-        let [from, to] = [from, to].map(|buffer| ring.builder.whole(buffer));
-        ring.builder.copy(lane, from, to);
+}
+
+/// The backward of a rank.
+pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
+    let mut ring = Ring::new(plan, rank, Pass::BACKWARD);
+    let world = plan.world();
+    let mut own = ring.gradients();
+    if world > 1 {
+        ring.fetch(1);
     }
-    ring.builder.finish()
+    own.dsinks = plan.problem().score.sinks.then(|| ring.no_dsinks());
+    let by_step = (0..world).map(|step| steps(plan, rank, ring.peers(step).0)).collect();
+    for (step, calls) in with_sinks(plan, by_step).into_iter().enumerate() {
+        if step > 0 && step + 1 < world {
+            ring.fetch(step + 1);
+        }
+        let keys = ring.at(step);
+        let mut terms: [Vec<Term>; 2] = [Vec::new(), Vec::new()];
+        for (index, (call, has_sinks)) in calls.iter().enumerate() {
+            let parts = ring.differentiate((index, call, *has_sinks), keys, &mut own);
+            for (terms, buffer) in terms.iter_mut().zip(parts) {
+                terms.push(Term { rows: call.keys.clone(), buffer, first: call.keys.start });
+            }
+        }
+        ring.give_back(step, &terms, &own);
+    }
+    ring.write(&own)
 }

@@ -3,8 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use fa_core::{Mask, Pass};
-use fa_cpu::Extras;
+use fa_core::{Mask, Pass, TensorLayout};
+use fa_cpu::tiled::BackwardInputs;
+use fa_cpu::{Extras, TensorMut, TensorRef};
 use fa_dist::program::Op;
 use fa_dist::{
     Error, Fault, FaultKind, HostAttention, Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan,
@@ -12,6 +13,14 @@ use fa_dist::{
 
 use crate::cases::{plans, problem};
 use crate::oracle::{inputs, rank};
+
+fn view(values: &[f32], rows: usize) -> TensorRef<'_, f32> {
+    TensorRef::packed("x", values, [1, rows, 4, 8], TensorLayout::Bshd).unwrap()
+}
+
+fn view_mut(values: &mut [f32], rows: usize) -> TensorMut<'_, f32> {
+    TensorMut::packed("x", values, [1, rows, 4, 8], TensorLayout::Bshd).unwrap()
+}
 
 /// What each rank answers when `fault` happens.
 fn answers(plan: &ShardPlan, fault: Fault) -> Vec<Option<Error>> {
@@ -74,6 +83,48 @@ fn a_rank_that_stalls_is_waited_for_until_the_deadline() {
     let late = answers(&plan, stall(1500));
     let Some(Error::Deadline { after, doing }) = &late[1] else { panic!("{late:?}") };
     assert_eq!((*after, doing.as_str()), (Duration::from_millis(400), "receiving from rank 0"));
+}
+
+/// A rank that gives a tensor of another shape, in the forward or in the backward, is named by the others
+/// well before the deadline.
+#[test]
+fn a_rank_that_fails_alone_is_named_by_all_others() {
+    let problem = problem(1, (32, 32), (4, 4), Mask::CAUSAL);
+    for plan in plans(&problem, 3) {
+        let (rows, width) = (plan.queries().rows(1), 4 * 8);
+        for in_backward in [false, true] {
+            let begun = Instant::now();
+            let found = MemoryTransport::run(3, &MemoryOptions::default(), |transport| {
+                let mut own = HostAttention::new(&plan, transport)?;
+                let is_bad = own.rank() == 1;
+                let rows = plan.queries().rows(own.rank());
+                let data = vec![0.5f32; rows * width];
+                let x = view(&data, rows);
+                let (mut out, mut lse) = (data.clone(), vec![0.0; 4 * rows]);
+                let short = if is_bad && !in_backward { rows - 1 } else { rows };
+                let q = view(&data[..short * width], short);
+                own.forward([q, x, x], &mut view_mut(&mut out, rows), &mut lse, &Extras::NONE)?;
+                let short = if is_bad { rows - 1 } else { rows };
+                let (out, dout) = (view(&out, rows), view(&data[..short * width], short));
+                let given = BackwardInputs { q: x, k: x, v: x, out, lse: &lse, dout };
+                let [mut dq, mut dk, mut dv] = [(); 3].map(|()| data.clone());
+                let mut to = [&mut dq, &mut dk, &mut dv].map(|to| view_mut(to, rows));
+                own.backward(&given, to.each_mut(), None, &Extras::NONE)
+            });
+            let name = plan.scheme().name();
+            assert!(begun.elapsed() < Duration::from_secs(20), "{name}: a rank waited for the deadline");
+            let Err(Error::Tensor { tensor: "q" | "dout", need, .. }) = &found[1] else {
+                panic!("{name}: {:?}", found[1]);
+            };
+            assert!(need.contains(&rows.to_string()), "{name}: {need}");
+            for other in [0, 2] {
+                // One that needs nothing more of it may have ended well.
+                let is_told = matches!(&found[other], Err(Error::PeerLost { rank: 1, .. }) | Ok(()));
+                assert!(is_told, "{name} rank {other}: {:?}", found[other]);
+            }
+            assert!([0, 2].iter().any(|other| found[*other].is_err()), "{name}: nobody was told");
+        }
+    }
 }
 
 #[test]

@@ -1,7 +1,10 @@
 //! Tests of plans, programs and ranks in memory.
 
 mod cases;
+mod decode;
 mod faults;
+mod forms;
 mod laws;
 mod oracle;
+mod packed;
 mod train;

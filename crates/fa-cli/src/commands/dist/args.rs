@@ -7,6 +7,7 @@ use fa_dist::cost::{Link, Machine};
 use fa_lab::shape::{HeadDim, whole};
 use fa_planner::Mode;
 
+use crate::flags::mods::ModArgs;
 use crate::flags::{Heads, MaskArgs, Seqlen, passes};
 
 /// `fa dist`.
@@ -27,6 +28,7 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
   fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
+  fa dist plan --ranks 2 --seqlen 32768 --causal --mask-mod 'q // 5000 == k // 5000'
   fa dist plan --mode both --link network --link-rate 25 --json";
 
 const CHECK_EXAMPLES: &str = "\
@@ -40,6 +42,7 @@ Examples:
 const BENCH_EXAMPLES: &str = "\
 Examples:
   fa dist bench --ranks 2           beside one GPU that computes the same, in the same run
+  fa dist bench --only decode --steps              where the time of a decode goes
   fa dist bench --ranks 4 --quick --json";
 
 /// The commands of `fa dist`.
@@ -53,7 +56,7 @@ pub(crate) enum DistCommand {
     Check(CheckArgs),
     /// Measure several GPUs of this machine beside one of them
     #[command(after_help = BENCH_EXAMPLES)]
-    Bench(RunArgs),
+    Bench(BenchArgs),
     /// One rank of `fa dist check` and `fa dist bench`, whose jobs are on standard input
     #[command(hide = true)]
     Rank,
@@ -90,6 +93,10 @@ pub(crate) struct PlanArgs {
     pub headdim: HeadDim,
     #[command(flatten)]
     pub mask: MaskArgs,
+    /// A mask of your own, as an expression of b, h, q, k, sq, sk and off, as in "q // 5000 == k // 5000":
+    /// rows are then dealt in both ways; see docs/programs.md
+    #[arg(long, value_name = "TEXT")]
+    pub mask_mod: Option<String>,
     /// Element type: bf16, f16
     #[arg(long, default_value = "bf16", value_parser = sixteen_bits)]
     pub dtype: Dtype,
@@ -137,6 +144,16 @@ pub(crate) struct CheckArgs {
     pub repeat: usize,
 }
 
+/// `fa dist bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Print the steps of a forward, too: when each begins on each rank, and how long it takes
+    #[arg(long, conflicts_with = "json")]
+    pub steps: bool,
+}
+
 /// `fa dist check` and `fa dist bench`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
@@ -149,7 +166,8 @@ pub(crate) struct RunArgs {
     /// Fewer shapes
     #[arg(long)]
     pub quick: bool,
-    /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank
+    /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank. Of
+    /// a check `faults` are ranks that fail alone or disagree
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Print JSON lines
@@ -213,13 +231,18 @@ impl PlanArgs {
     }
 
     /// The whole problem.
-    pub(super) fn problem(&self) -> Problem {
-        Problem::new(
+    ///
+    /// # Errors
+    /// A text that is no mask.
+    pub(super) fn problem(&self) -> Result<Problem, String> {
+        let mods = ModArgs { mask_mod: self.mask_mod.clone(), ..ModArgs::default() };
+        let problem = Problem::new(
             Lengths::uniform(self.batch, self.seqlen.q, self.seqlen.k),
             (self.heads.q, self.heads.kv),
             (self.headdim.qk, self.headdim.v),
             Types::same(self.dtype),
         )
-        .with_mask(self.mask.mask())
+        .with_mask(self.mask.mask());
+        Ok(problem.with_score(mods.of(problem.score)?).with_mods_built_in(&[]))
     }
 }

@@ -21,6 +21,8 @@ pub(super) enum Kind {
     },
     /// The last rank stops at this stage, and waits to be killed.
     Ends(Stage),
+    /// The last rank gives a tensor of another shape.
+    Fails,
 }
 
 /// Where a rank is when it is killed.
@@ -106,6 +108,7 @@ impl Job {
             (score.program.is_some() && score.dropout.is_none(), "program"),
             (score.dropout.is_some(), "dropout"),
             (self.dlse, "dlse"),
+            (self.layout == Layout::Contiguous && self.scheme != Scheme::Decode, "contiguous"),
         ];
         named.iter().filter(|(is_so, _)| *is_so).map(|(_, word)| format!(" {word}")).collect()
     }
@@ -136,6 +139,10 @@ pub(super) struct Answer {
     pub model: Vec<f64>,
     /// Device memory of the plan, in bytes.
     pub memory: usize,
+    /// Seconds of the host to enqueue a forward.
+    pub host: f64,
+    /// The steps of a forward: what each does, when it begins and how long it takes, in seconds.
+    pub steps: Vec<(String, f64, f64)>,
 }
 
 impl Answer {
@@ -153,6 +160,8 @@ impl Answer {
             one_gpu: Vec::new(),
             model: Vec::new(),
             memory: 0,
+            host: 0.0,
+            steps: Vec::new(),
         }
     }
 
@@ -203,6 +212,7 @@ fn with_program(problem: Problem, text: &str) -> Problem {
 /// Masks that no window is, and scores that the caller changes.
 const MASKED: &str = "scalar w: i32; let d = q + off - k; mask = 0 <= d and (d < w or k % 7 == 0);";
 const DOCUMENTS: &str = "mask = q // 5000 == k // 5000;";
+const SHORT_DOCUMENTS: &str = "mask = q // 700 == k // 700;";
 const CHANGED: &str = "array bias: f32[_, _]; score = s + bias[q, k] + 0.01 * f32(h);";
 
 /// Sequences of `len` rows, of which one is long, one is empty and one has a single row.
@@ -242,6 +252,14 @@ fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
         jobs.push(Job { dlse: true, ..sinks });
     }
     jobs.push(packed(check(of(Mask::FULL), Scheme::Ring)));
+    for layout in [Layout::Zigzag, Layout::Contiguous] {
+        for scheme in [Scheme::Gather, Scheme::Ring] {
+            // Of both ends of the keys some are seen by no row of a rank.
+            let sinks = scored(with_program(of(Mask::FULL), SHORT_DOCUMENTS), |score| score.with_sinks(true));
+            jobs.push(Job { layout, ..check(with_program(causal, SHORT_DOCUMENTS), scheme) });
+            jobs.push(Job { layout, ..check(sinks, scheme) });
+        }
+    }
     for scheme in ALL {
         jobs.push(check(scored(causal, |score| score.with_alibi(Some(Alibi::PerHead))), scheme));
         jobs.push(check(with_program(of(Mask::FULL), MASKED), scheme));
@@ -328,9 +346,11 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
     for scheme in [Scheme::Gather, Scheme::Ring] {
         jobs.push(packed(job(causal(65_536, (32, 8)), scheme, Kind::Bench { iterations: 3 })));
     }
-    let masked = with_program(causal(32_768, (32, 8)), DOCUMENTS);
-    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
-        jobs.push(job(masked, scheme, Kind::Bench { iterations: 3 }));
+    for &len in &long[..long.len().min(2)] {
+        let masked = with_program(causal(len, (32, 8)), DOCUMENTS);
+        let of = |scheme| job(masked, scheme, Kind::Bench { iterations: 10 });
+        jobs.extend([Scheme::Gather, Scheme::Ulysses, Scheme::Ring].map(of));
+        jobs.push(Job { layout: Layout::Contiguous, ..of(Scheme::Gather) });
     }
     if !quick {
         for len in [32_768, 65_536, 131_072] {
@@ -342,7 +362,7 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
             }
         }
     }
-    for keys in [131_072, 1 << 20] {
+    for keys in [131_072, 1 << 18, 1 << 20] {
         let decode = problem((1, keys), (32, 8), Mask::CAUSAL);
         jobs.push(job(decode, Scheme::Decode, Kind::Bench { iterations: 50 }));
     }
@@ -389,6 +409,11 @@ pub(super) fn ends(quick: bool) -> Vec<(Stage, Job)> {
     }
     all.extend([Forward, Running].into_iter().map(of(Scheme::Decode)));
     all
+}
+
+/// Ranks of which the last gives another tensor than its plan has.
+pub(super) fn fails() -> Job {
+    job(problem((4096, 4096), (16, 16), Mask::CAUSAL), Scheme::Gather, Kind::Fails)
 }
 
 /// Ranks of which the last has another problem.

@@ -11,9 +11,9 @@ use anyhow::Context;
 use fa_core::Dtype;
 use fa_kernels::cudarc::driver::CudaContext;
 
-use super::args::{CheckArgs, RunArgs, TransportName};
+use super::args::{BenchArgs, CheckArgs, RunArgs, TransportName};
 use super::found::worst;
-use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, mark, odd};
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, fails, mark, odd};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -176,17 +176,26 @@ fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
 pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
     find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
-    let jobs = named(checks(args.ranks, args.quick, repeat), args.only.as_deref())?;
+    let only = args.only.as_deref();
+    if only == Some(FAULTS) && args.ranks > 1 {
+        return Ok(if faults(args)? { Verdict::Good } else { Verdict::Bad });
+    }
+    let jobs = named(checks(args.ranks, args.quick, repeat), only)?;
     let mut good = true;
     let whole = answers(&jobs, args, |number, found| {
         good &= judge(&jobs[number], found, args.json)?;
         Ok(())
     })?;
-    if !whole {
-        return Ok(Verdict::Bad);
-    }
-    let faults = args.ranks < 2 || args.only.is_some() || (killed(args)? & disagreeing(args)?);
-    Ok(if good && faults { Verdict::Good } else { Verdict::Bad })
+    let good = whole && good && (args.ranks < 2 || only.is_some() || (killed(args)? & faults(args)?));
+    Ok(if good { Verdict::Good } else { Verdict::Bad })
+}
+
+/// What `--only` names besides shapes: ranks that fail alone, or disagree.
+const FAULTS: &str = "faults";
+
+/// Ranks of which none is killed, but one does something else than the others.
+fn faults(args: &RunArgs) -> anyhow::Result<bool> {
+    Ok(failing(args)? & disagreeing(args)?)
 }
 
 /// The largest difference of the sum of the ranks' gradients of the sinks, over the largest value.
@@ -288,22 +297,60 @@ fn killed(args: &RunArgs) -> anyhow::Result<bool> {
 
 /// What ranks with different problems say.
 fn disagreeing(args: &RunArgs) -> anyhow::Result<bool> {
-    let ranks = Ranks::start(args, &[odd(args.ranks)])?;
-    let until = Instant::now() + Duration::from_secs(args.deadline);
+    said(args, odd(args.ranks), "ranks with other shapes", |_| &["Mismatch"])
+}
+
+/// What ranks say of which the last fails alone in its call.
+fn failing(args: &RunArgs) -> anyhow::Result<bool> {
+    let last = args.ranks - 1;
+    said(args, fails(), "a rank that fails alone", |rank| {
+        if rank == last { &["Tensor"] } else { &["PeerLost", "Nccl"] }
+    })
+}
+
+/// Whether every rank says of a job, in time, one of the errors that it has to.
+fn said(
+    args: &RunArgs,
+    job: Job,
+    what: &str,
+    wanted: impl Fn(usize) -> &'static [&'static str],
+) -> anyhow::Result<bool> {
+    let ranks = Ranks::start(args, &[job])?;
+    let begun = Instant::now();
+    let until = begun + Duration::from_secs(args.deadline);
     let mut good = true;
     for _ in 0..args.ranks {
-        let Some(answer) = ranks.next(until) else { return Ok(false) };
-        let mismatch = answer.error.as_ref().is_some_and(|(variant, _)| variant == "Mismatch");
-        good &= mismatch;
-        let verdict = if mismatch { "pass" } else { "FAIL" };
+        let Some(answer) = ranks.next(until) else {
+            line(&format!("FAIL {what}: not all say so in time"))?;
+            return Ok(false);
+        };
         let text = answer.error.map_or("no error".to_owned(), |(variant, _)| variant);
-        line(&format!("{verdict} ranks with other shapes: rank {} says {text}", answer.rank))?;
+        let named = wanted(answer.rank).contains(&text.as_str());
+        good &= named;
+        let (verdict, after) = (if named { "pass" } else { "FAIL" }, begun.elapsed().as_secs_f64());
+        line(&format!("{verdict} {what}: rank {} says {text} after {after:.2} s", answer.rank))?;
     }
     Ok(good)
 }
 
+/// The steps of each rank's forward, in microseconds.
+fn steps(found: &[Answer]) -> anyhow::Result<()> {
+    for answer in found {
+        line(&format!(
+            "  rank {}: {:.1} us of the host to enqueue a forward",
+            answer.rank,
+            answer.host * 1e6
+        ))?;
+        for (name, begin, seconds) in &answer.steps {
+            line(&format!("    {name:<10} from {:>10.1} us, {:>10.1} us", begin * 1e6, seconds * 1e6))?;
+        }
+    }
+    Ok(())
+}
+
 /// `fa dist bench`.
-pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
+pub(super) fn bench(given: &BenchArgs) -> anyhow::Result<Verdict> {
+    let args = &given.run;
     if args.transport == TransportName::Memory {
         let message = "--transport memory is for fa dist check, on the CPU: measure nccl or network";
         return Err(InputError::Usage(message.to_owned()).into());
@@ -345,7 +392,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
                 memory as f64 / 1e6,
             ))?;
         }
-        Ok(())
+        if given.steps { steps(found) } else { Ok(()) }
     })?;
     Ok(if whole { Verdict::Good } else { Verdict::Bad })
 }

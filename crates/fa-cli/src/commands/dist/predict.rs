@@ -24,7 +24,7 @@ struct Row<'a> {
 /// # Errors
 /// A problem that contradicts itself, or that no kernel computes.
 pub(super) fn plan(args: &PlanArgs) -> anyhow::Result<Verdict> {
-    let problem = args.problem();
+    let problem = args.problem().map_err(InputError::Usage)?;
     problem.check()?;
     if args.batch == 0 || args.seqlen.q == 0 || args.seqlen.k == 0 {
         return Err(
@@ -36,10 +36,15 @@ pub(super) fn plan(args: &PlanArgs) -> anyhow::Result<Verdict> {
         Mode::Bwd => &[Pass::BACKWARD],
         Mode::Both => &[Pass::Forward, Pass::BACKWARD],
     };
-    let layout = if args.contiguous { Layout::Contiguous } else { Layout::Zigzag };
+    // What balances a causal mask may not balance another.
+    let layouts: &[Layout] = match (args.contiguous, problem.score.program) {
+        (true, _) => &[Layout::Contiguous],
+        (false, None) => &[Layout::Zigzag],
+        (false, Some(_)) => &[Layout::Zigzag, Layout::Contiguous],
+    };
     let (mut text, mut rows, mut fits) = (String::new(), Vec::new(), true);
     for &pass in passes {
-        let found = rank(&problem, args.ranks, layout, pass, args.machine())?;
+        let found = rank(&problem, args.ranks, layouts, pass, args.machine())?;
         text += &format!("{} over {} GPUs ({}):\n{found}\n", pass.name(), args.ranks, args.arch);
         fits &= !found.plans.is_empty();
         for (_, cost) in &found.plans {

@@ -11,7 +11,7 @@ use fa_attn::device::{
 use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
 use fa_dist::cost::{Link, Machine, Times, predict, staged};
-use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, one_gpu};
+use fa_dist::{Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, one_gpu};
 use fa_kernels::cudarc::driver::CudaStream;
 use half::bf16;
 
@@ -141,25 +141,27 @@ fn on_codes(
     Ok(Found { out: output.out, lse: output.lse, gradients: Vec::new(), dsinks: Vec::new() })
 }
 
-fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answer), Error> {
+/// A job's plan on a GPU, and the kernels of one GPU that computes the same.
+struct Planned {
+    plan: ShardPlan,
+    passes: Vec<Pass>,
+    bound: Bound,
+    bound_backward: Option<Bound>,
+}
+
+fn planned(gpu: &Gpu, job: &Job, place: Place, machine: Machine) -> Result<Planned, Error> {
     let mut problem = job.problem;
-    if job.odd_rank == Some(own) {
+    if job.odd_rank == Some(place.rank) {
         let lengths = problem.lengths;
         problem = problem.with_lengths(Lengths::uniform(1, lengths.max_q() - 1, lengths.max_k() - 1));
     }
-    let world = rank.place().world;
-    reached(own + 1 == world && job.kind == Kind::Ends(Stage::Joined), &Answer::of(number, own));
-    let gpu = rank.gpu().clone();
-    let pass = job.backward.then_some(Pass::DETERMINISTIC_BACKWARD);
-    let pass = match job.kind {
-        Kind::Check => pass,
-        Kind::Bench { .. } | Kind::Ends(_) => job.backward.then_some(Pass::BACKWARD),
-    };
-    let mut plan = job.plan(&problem, world)?;
-    let is_measured = matches!(job.kind, Kind::Bench { .. });
+    let pass = job.backward.then_some(match job.kind {
+        Kind::Check => Pass::DETERMINISTIC_BACKWARD,
+        Kind::Bench { .. } | Kind::Ends(_) | Kind::Fails => Pass::BACKWARD,
+    });
     let passes: Vec<Pass> = [Some(Pass::Forward), pass].into_iter().flatten().collect();
-    let machine = Machine { arch: gpu.arch(), link: Link::NVLINK };
-    if is_measured {
+    let mut plan = job.plan(&problem, place.world)?;
+    if matches!(job.kind, Kind::Bench { .. }) {
         plan = staged(&plan, &passes, machine)?;
     } else if let Some(staged) = [8, 4, 2].into_iter().find_map(|n| plan.clone().with_stages(n).ok()) {
         // Checks transfer heads in as many parts as there can be.
@@ -167,15 +169,25 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
     }
     // One GPU has the keys of all caches.
     let bound = match job.used.is_empty() {
-        true => one_gpu(&gpu, &plan, Pass::Forward)?,
+        true => one_gpu(gpu, &plan, Pass::Forward)?,
         false => gpu.bind(&one(job), Pass::Forward, &BindOptions::default())?,
     };
-    let bound_backward = pass.map(|pass| one_gpu(&gpu, &plan, pass)).transpose()?;
+    let bound_backward = pass.map(|pass| one_gpu(gpu, &plan, pass)).transpose()?;
     let (rows, keys) = bound.spec().tile();
-    let plan = plan.with_tiles(rows as usize, keys as usize);
+    Ok(Planned { plan: plan.with_tiles(rows as usize, keys as usize), passes, bound, bound_backward })
+}
+
+fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answer), Error> {
+    let place = rank.place();
+    let world = place.world;
+    reached(own + 1 == world && job.kind == Kind::Ends(Stage::Joined), &Answer::of(number, own));
+    let gpu = rank.gpu().clone();
+    let machine = Machine { arch: gpu.arch(), link: Link::NVLINK };
+    let Planned { plan, passes, bound, bound_backward } = planned(&gpu, job, place, machine)?;
+    let pass = passes.get(1).copied();
     let mut attention = DeviceAttention::new(rank, &plan, pass)?;
     let mut answer = Answer { memory: attention.workspace_bytes(), ..Answer::of(number, own) };
-    for pass in passes.iter().filter(|_| is_measured) {
+    for pass in passes.iter().filter(|_| matches!(job.kind, Kind::Bench { .. })) {
         answer.model.push(predict(&plan, &mut Times::new(machine, *pass))?.share(world));
     }
 
@@ -204,61 +216,102 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
                 answer.one_gpu = time_alone(&mut alone, &bound, bound_backward.as_ref(), &gpu, iterations)?;
             }
             drop(whole);
+            measure(&mut attention, &mut mine, &stream, iterations, &mut answer)?;
+        }
+        Kind::Fails => {
+            if own + 1 == world {
+                // As an LSE that is too short.
+                mine.forward.rows -= 1;
+            }
             attention.forward(&mut mine.forward, &stream)?;
             attention.rank().wait(&stream)?;
-            let mut best = f64::INFINITY;
-            for _ in 0..3 {
-                attention.rank().gather("ready")?;
-                let begun = Instant::now();
-                for _ in 0..iterations {
-                    attention.forward(&mut mine.forward, &stream)?;
-                }
-                attention.rank().wait(&stream)?;
-                best = best.min(begun.elapsed().as_secs_f64() / iterations as f64);
-            }
-            answer.seconds.push(best);
-            if let Some(backward) = &mut mine.backward {
-                attention.backward(&mine.forward, backward, &stream)?;
-                attention.rank().wait(&stream)?;
-                let mut best = f64::INFINITY;
-                for _ in 0..3 {
-                    attention.rank().gather("ready")?;
-                    let begun = Instant::now();
-                    for _ in 0..iterations {
-                        attention.backward(&mine.forward, backward, &stream)?;
-                    }
-                    attention.rank().wait(&stream)?;
-                    best = best.min(begun.elapsed().as_secs_f64() / iterations as f64);
-                }
-                answer.seconds.push(best);
-            }
         }
-        Kind::Ends(stage) => {
-            let last = own + 1 == world;
-            reached(last && stage == Stage::Planned, &answer);
-            attention.forward(&mut mine.forward, &stream)?;
-            reached(last && stage == Stage::Forward, &answer);
-            attention.rank().wait(&stream)?;
-            reached(last && stage == Stage::Between, &answer);
-            if let Some(backward) = &mut mine.backward {
-                attention.backward(&mine.forward, backward, &stream)?;
-                reached(last && stage == Stage::Backward, &answer);
-                attention.rank().wait(&stream)?;
-            }
-            if last {
-                print(&answer).ok();
-            }
-            if stage == Stage::Running {
-                loop {
-                    attention.forward(&mut mine.forward, &stream)?;
-                    attention.rank().wait(&stream)?;
-                }
-            }
-            // Who needs nothing more of it learns of it here.
-            attention.rank().gather("the end")?;
-        }
+        Kind::Ends(stage) => ends(&mut attention, &mut mine, &stream, stage, answer.clone())?,
     }
     Ok((attention.into_rank(), answer))
+}
+
+/// The least time of a pass over three measurements, which all ranks begin together.
+fn least(
+    attention: &mut DeviceAttention,
+    iterations: usize,
+    mut pass: impl FnMut(&mut DeviceAttention) -> Result<(), Error>,
+    stream: &Arc<CudaStream>,
+) -> Result<f64, Error> {
+    pass(attention)?;
+    attention.rank().wait(stream)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        attention.rank().gather("ready")?;
+        let begun = Instant::now();
+        for _ in 0..iterations {
+            pass(attention)?;
+        }
+        attention.rank().wait(stream)?;
+        best = best.min(begun.elapsed().as_secs_f64() / iterations as f64);
+    }
+    Ok(best)
+}
+
+/// Measures passes of a rank, and the steps of a forward.
+fn measure(
+    attention: &mut DeviceAttention,
+    mine: &mut OnGpu,
+    stream: &Arc<CudaStream>,
+    iterations: usize,
+    answer: &mut Answer,
+) -> Result<(), Error> {
+    let forward = &mut mine.forward;
+    answer.seconds.push(least(attention, iterations, |own| own.forward(forward, stream), stream)?);
+    // Few enough for the queue.
+    let (few, begun) = (iterations.min(10), Instant::now());
+    (0..few).try_for_each(|_| attention.forward(forward, stream))?;
+    answer.host = begun.elapsed().as_secs_f64() / few as f64;
+    attention.rank().wait(stream)?;
+    attention.rank().gather("steps")?;
+    attention.timed(forward, stream)?;
+    let steps = attention.timed(forward, stream)?.into_iter();
+    answer.steps = steps.map(|step| (step.name.to_owned(), step.begin, step.seconds)).collect();
+    if let Some(backward) = &mut mine.backward {
+        let forward = &mine.forward;
+        let pass = |own: &mut DeviceAttention| own.backward(forward, backward, stream);
+        answer.seconds.push(least(attention, iterations, pass, stream)?);
+    }
+    Ok(())
+}
+
+/// Passes among which the last rank waits to be killed at `stage`.
+fn ends(
+    attention: &mut DeviceAttention,
+    mine: &mut OnGpu,
+    stream: &Arc<CudaStream>,
+    stage: Stage,
+    answer: Answer,
+) -> Result<(), Error> {
+    let Place { rank, world, .. } = attention.rank().place();
+    let last = rank + 1 == world;
+    reached(last && stage == Stage::Planned, &answer);
+    attention.forward(&mut mine.forward, stream)?;
+    reached(last && stage == Stage::Forward, &answer);
+    attention.rank().wait(stream)?;
+    reached(last && stage == Stage::Between, &answer);
+    if let Some(backward) = &mut mine.backward {
+        attention.backward(&mine.forward, backward, stream)?;
+        reached(last && stage == Stage::Backward, &answer);
+        attention.rank().wait(stream)?;
+    }
+    if last {
+        print(&answer).ok();
+    }
+    if stage == Stage::Running {
+        loop {
+            attention.forward(&mut mine.forward, stream)?;
+            attention.rank().wait(stream)?;
+        }
+    }
+    // Who needs nothing more of it learns of it here.
+    attention.rank().gather("the end")?;
+    Ok(())
 }
 
 /// A forward and a backward into poisoned outputs.
