@@ -200,7 +200,9 @@ class PagedPlan(Plan):
         )
         shape = (*q.shape[:-1], v.shape[-1])
         packed, k, v = starts is not None, with_page(k), with_page(v)
-        call.update(return_softmax_lse=True, sinks=sinks, num_splits=self._splits)
+        # Making and turning an LSE takes as long as the call's checks.
+        wants_lse = results.wants_lse or results.lse is not None
+        call.update(return_softmax_lse=wants_lse, sinks=sinks, num_splits=self._splits)
         if scores.encoding == "ROPE_LLAMA":
             if self._captures:
                 raise UnsupportedError(
@@ -217,14 +219,12 @@ class PagedPlan(Plan):
             of_row, at, _ = places_of(rows, q.shape[0])
             q = rotated(q, at + (self._pages.lengths - rows)[of_row], scores)
             k = rotated(k, place, scores)
-            made, lse = flash_attn_varlen_func(
-                q, k, v, starts, starts_k, longest, self._pages.longest, **call
-            )
-            return results.of(made, lse)
+            made = flash_attn_varlen_func(q, k, v, starts, starts_k, longest, self._pages.longest, **call)
+            return results.of(*made) if wants_lse else results.of(made)
         room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
         if not packed and room is not None:
             room = room.view(shape)
-        made, lse = flash_attn_with_kvcache(
+        made = flash_attn_with_kvcache(
             q,
             k,
             v,
@@ -235,6 +235,8 @@ class PagedPlan(Plan):
             out=room,
             **call,
         )
+        made, lse = made if wants_lse else (made, None)
         if not packed:
-            made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+            made = made.flatten(0, 1)
+            lse = None if lse is None else lse.transpose(0, 1).flatten(1)
         return results.of(made, lse)

@@ -504,3 +504,81 @@ def test_calls_go_to_the_stream_and_the_device_of_their_tensors():
         assert torch.equal(other.cpu(), want.cpu())
         with pytest.raises(fa_attn.InputError, match="lies elsewhere"):
             fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=there[3], causal=True)
+
+
+@on
+def test_programs_of_plain_tensors_are_computed_without_an_operator(device, dtype, monkeypatch):
+    from fa_attn import _torch_programs, flex
+
+    q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64), seed=6, grad=False)
+    table, sinks = torch.randn(4, 64, device=device), torch.randn(4, device=device)
+    state = torch.tensor([7, 11], dtype=torch.int64)
+    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    blocks = flex.create_block_mask(lambda b, h, i, j: (i >= j) | (j < 5), None, None, 40, 40, device=device)
+
+    def change(score, b, h, i, j):
+        return score * 0.5 + table[h, j]
+
+    def call(name, **options):
+        return lambda: fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
+
+    calls = (
+        call("score", score_mod=change),
+        call("mask", mask_mod=lambda b, h, i, j: (i - j) % 3 < 2, sinks=sinks),
+        call("bias", bias=torch.randn(1, 4, 40, 40, device=device), causal=True),
+        call("dropout", dropout_p=0.3, rng_state=state),
+        lambda: flex.flex_attention(*by_heads, change, blocks, enable_gqa=True, return_lse=True),
+        lambda: flex.flex_attention(*by_heads, block_mask=blocks, enable_gqa=True, return_lse=True),
+    )
+    at_once = _torch_programs._at_once
+    for call in calls:
+        made = []
+        monkeypatch.setattr(_torch_programs, "_at_once", lambda *given: made.append(at_once(*given)) or made[-1])
+        one = call()
+        assert len(made) == 1 and made[0] is not None
+        monkeypatch.setattr(_torch_programs, "_at_once", lambda *given: None)
+        for own, other in zip(one, call()):
+            assert torch.equal(own, other) and own.stride() == other.stride() and own.abs().sum() > 0
+    # What is differentiated goes by the operator, of arrays as well.
+    monkeypatch.setattr(_torch_programs, "_at_once", lambda *given: made.append(at_once(*given)) or made[-1])
+    learned = table.clone().requires_grad_()
+    out = fa_attn.flash_attn_func(q, k, v, score_mod=lambda s, b, h, i, j: s + learned[h, j])
+    assert made[-1] is None and torch.autograd.grad(out.float().square().sum(), learned)[0].abs().sum() > 0
+    with torch.no_grad():
+        fa_attn.flash_attn_func(q.requires_grad_(), k, v, score_mod=change)
+    assert made[-1] is not None
+
+
+@on
+def test_torchs_functions_take_the_short_way(device, dtype, monkeypatch):
+    from fa_attn import flex
+
+    made, plain = [], flex.plain_attention
+
+    def counted(*arguments):
+        made.append(plain(*arguments))
+        return made[-1]
+
+    q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 4, 64), (2, 40, 4, 64), seed=7, grad=False)
+    by_heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    by_rows = [x.transpose(1, 2) for x in (q, k, v)]
+    for inputs in (by_heads, by_rows):
+        for call in (
+            lambda: (flex.scaled_dot_product_attention(*inputs),),
+            lambda: (flex.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3),),
+            lambda: flex.flex_attention(*inputs, return_lse=True),
+        ):
+            monkeypatch.setattr(flex, "plain_attention", counted)
+            one = call()
+            assert (made[-1] is not None) == (dtype is not torch.float32)
+            monkeypatch.setattr(flex, "plain_attention", lambda *_: None)
+            for own, other in zip(one, call()):
+                assert torch.equal(own, other) and own.abs().sum() > 0
+                assert own.stride() == other.stride() and own.shape == other.shape
+    monkeypatch.setattr(flex, "plain_attention", counted)
+    before = len(made)
+    learned = [x.clone().requires_grad_() for x in by_heads]
+    out = flex.scaled_dot_product_attention(*learned)
+    assert out.is_contiguous() and len(made) == before
+    out.float().square().sum().backward()
+    assert all(x.grad.abs().sum() > 0 for x in learned)
