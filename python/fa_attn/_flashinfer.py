@@ -366,8 +366,8 @@ class Results(NamedTuple):
     def is_whole(self):
         return self.factor is None or (isinstance(self.factor, (int, float)) and self.factor == 1)
 
-    def of(self, made, lse):
-        """What the call returns. lse (heads, rows), natural."""
+    def of(self, made, lse=None):
+        """What the call returns. lse (heads, rows), natural; None where it is not asked for."""
         if not self.is_whole:
             made = made * self.factor
         if self.dtype is not None and made.dtype != self.dtype:

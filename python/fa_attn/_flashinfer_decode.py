@@ -118,7 +118,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         if q.shape[0] != batch * rows:
             raise InputError(f"q has {q.shape[0]} rows: the plan is of {batch} requests with {rows} each")
         results = Results(self._types[2], v_scale, out, lse, return_lse)
-        q, scales = q.unflatten(0, (batch, rows)), (q_scale, k_scale)
+        q = q.unsqueeze(1) if rows == 1 else q.unflatten(0, (batch, rows))
+        scales = (q_scale, k_scale)
         return self._attention(q, k, v, None, rows, results, window_left, scales, sinks, args)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -51,6 +51,8 @@ class Plan:
         self._captures = bool(use_cuda_graph)
         self._scores: Optional[Scores] = None
         self._mask = None
+        # Scores, mask and the keywords of a run with these and without factors of its own.
+        self._kept: Any = (None, None, None)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -119,7 +121,11 @@ class Plan:
     def _check(self, q, k, names=("q", "k")):
         if self._scores is None:
             raise InputError("plan() comes before run()")
-        heads = (q.shape[-2], k.shape[-2])
+        shape = q.shape
+        heads = (shape[-2], k.shape[-2])
+        # What is as planned needs no names.
+        if heads == self._heads and shape[-1] == self._head_dim and (q.dtype, k.dtype) == self._types[:2]:
+            return
         if heads != self._heads:
             raise InputError(f"q and k have {heads} heads: the plan is of {self._heads}")
         if q.shape[-1] != self._head_dim:
@@ -195,12 +201,20 @@ class PagedPlan(Plan):
             scores = scores._replace(window_left=window_left if window_left >= 0 else -1)
         q_scale, k_scale = scales
         q, descales = self._without_codes(q, args)
-        call = keywords(
-            scores, q, q.shape[-2], q_scale=q_scale, k_scale=k_scale, descales=descales, mask=self._mask
-        )
+        has_factors = q_scale is not None or k_scale is not None or descales
+        of_scores, of_mask, call = self._kept
+        if has_factors or of_scores is not scores or of_mask is not self._mask:
+            call = keywords(
+                scores, q, q.shape[-2], q_scale=q_scale, k_scale=k_scale, descales=descales, mask=self._mask
+            )
+            if not has_factors:
+                self._kept = (scores, self._mask, call)
+        call = dict(call)
         shape = (*q.shape[:-1], v.shape[-1])
         packed, k, v = starts is not None, with_page(k), with_page(v)
-        call.update(return_softmax_lse=True, sinks=sinks, num_splits=self._splits)
+        # Making and turning an LSE takes as long as the call's checks.
+        wants_lse = results.wants_lse or results.lse is not None
+        call.update(return_softmax_lse=wants_lse, sinks=sinks, num_splits=self._splits)
         if scores.encoding == "ROPE_LLAMA":
             if self._captures:
                 raise UnsupportedError(
@@ -217,14 +231,12 @@ class PagedPlan(Plan):
             of_row, at, _ = places_of(rows, q.shape[0])
             q = rotated(q, at + (self._pages.lengths - rows)[of_row], scores)
             k = rotated(k, place, scores)
-            made, lse = flash_attn_varlen_func(
-                q, k, v, starts, starts_k, longest, self._pages.longest, **call
-            )
-            return results.of(made, lse)
+            made = flash_attn_varlen_func(q, k, v, starts, starts_k, longest, self._pages.longest, **call)
+            return results.of(*made) if wants_lse else results.of(made)
         room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
         if not packed and room is not None:
             room = room.view(shape)
-        made, lse = flash_attn_with_kvcache(
+        made = flash_attn_with_kvcache(
             q,
             k,
             v,
@@ -235,6 +247,8 @@ class PagedPlan(Plan):
             out=room,
             **call,
         )
+        made, lse = made if wants_lse else (made, None)
         if not packed:
-            made, lse = made.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+            made = made.flatten(0, 1)
+            lse = None if lse is None else lse.transpose(0, 1).flatten(1)
         return results.of(made, lse)

@@ -1,5 +1,6 @@
 """The operators `fa_attn::forward_program` and `fa_attn::backward_program`: attention with programs of the
-caller's, which are texts, with lists of the arrays and scalars that they read. All such calls go by them."""
+caller's, which are texts, with lists of the arrays and scalars that they read. Calls of plain tensors without
+gradients are computed at once: an operator takes as long again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from ._torch_memory import (
     FLOAT,
     check_tensor,
     detached,
+    goes_by_operator,
     is_compiling,
+    is_plain,
     is_transforming,
     lse_shape,
     needs_rules,
@@ -48,12 +51,16 @@ _PROGRAM = ", ".join(
 _PROGRAM_ARGUMENTS = 2 * _MOST + 3
 
 
+def _check_counts(arrays, scalars):
+    for what, count in (("arrays", len(arrays)), ("scalars", len(scalars))):
+        if count > _MOST:
+            raise InputError(f"the programs of a call read {count} {what}: at most {_MOST} can be read")
+
+
 def _flat(mods, arrays):
     """Programs as an operator's arguments."""
     names, values = zip(*mods.scalars) if mods.scalars else ((), ())
-    for what, count in (("arrays", len(arrays)), ("scalars", len(values))):
-        if count > _MOST:
-            raise InputError(f"the programs of a call read {count} {what}: at most {_MOST} can be read")
+    _check_counts(arrays, values)
     arrays = (*arrays, *(None,) * (_MOST - len(arrays)))
     values = (*map(float, values), *(0.0,) * (_MOST - len(values)))
     return (*arrays, *values, _SEPARATOR.join(mods.texts), ",".join(mods.names), ",".join(names))
@@ -71,6 +78,23 @@ def _programs(program, q, k, extras):
     scalars = list(zip(_names(scalar_names), values))
     arrays = with_bits(arrays, scalars, q, k, extras)
     return texts.split(_SEPARATOR), arrays, scalars
+
+
+def _at_once(mods, q, k, v, arrays, options, extras, division):
+    """The results of a call that nothing records and nothing differentiates; None of others."""
+    if goes_by_operator(q, k, v) or not all(map(is_plain, arrays)):
+        return None
+    sinks = extras.sinks
+    differentiated = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiated):
+        return None
+    _check_counts(arrays, mods.scalars)
+    q, k, v = (rows_of(x.detach()) for x in (q, k, v))
+    extras = _read(extras)
+    scalars = [(name, float(value)) for name, value in mods.scalars]
+    named = with_bits(list(zip(mods.names, arrays)), scalars, q, k, extras)
+    programs = list(mods.texts), named, scalars
+    return run_forward(q, k, v, options, extras, division=division, programs=programs)
 
 
 def _parted(arguments):
@@ -237,6 +261,9 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
         arrays.append(x if name == BITS else _as_read(x))
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
+    made = _at_once(mods, q, k, v, arrays[2:], options, extras, division)
+    if made is not None:
+        return made
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward_program
     if needs_rules() or (not is_compiling() and forward_ad._current_level >= 0):

@@ -23,9 +23,10 @@ from ._dropout import dropping, numbers_of
 from ._modifications import Extents, Modifications, broadcast, modifications, of_program
 from ._options import call_options
 from ._programs import Program, takes
+from ._torch_memory import PLAIN, is_compiling
 from ._torch_programs import leave_out_of_graphs
 from .interface import flash_attn_varlen_func
-from .torch import attention
+from .torch import attention, plain_attention
 
 __all__ = [
     "AuxOutput",
@@ -514,12 +515,29 @@ def _max_scores(q, k, v, mods, scale):
         return _attention(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS
 
 
-def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0):
-    """(out, lse) in torch's layout."""
+def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0, wants_lse=True):
+    """(out, lse) in torch's layout; without `wants_lse` lse may be None."""
+    if mods is None and offset == 0 and type(q) in PLAIN and not is_compiling():
+        made = _at_once(q, k, v, scale, causal, wants_lse)
+        if made is not None:
+            out, lse = made if wants_lse else (made, None)
+            return out.transpose(1, 2), lse
     options = call_options(number("scale", scale), causal, (-1, -1), 0.0, False, offset)
     options = options._replace(by_heads=_lies_by_heads(q))
-    out, lse = attention(q, k, v, options, None, mods=mods)
+    out, lse = attention(q, k, v, options, None, mods=mods, wants_lse=wants_lse)
     return out.transpose(1, 2), lse
+
+
+def _at_once(q, k, v, scale, causal, wants_lse):
+    """The results of a call that the extension module reads and computes alone, else None."""
+    room = None
+    if _lies_by_heads(q):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return None
+        batch, rows, heads, _ = q.shape
+        room = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
+    numbers, results = (scale, causal, (-1, -1), 0.0, False), (room, wants_lse, False, False)
+    return plain_attention(q, k, v, numbers, results, None, (), {})
 
 
 def _lies_by_heads(q):
@@ -652,7 +670,7 @@ def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gq
     mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
     offset = q.shape[1] - k.shape[1] if alignment is _TOP_LEFT else 0
-    return _attention(q, k, v, mods, scale, alignment is not None, offset)[0]
+    return _attention(q, k, v, mods, scale, alignment is not None, offset, wants_lse=False)[0]
 
 
 def _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents):

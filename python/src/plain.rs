@@ -1,7 +1,7 @@
 //! The short way of a call: what most calls of torch's tensors ask is read, checked and computed here alone.
 //! A call that asks for anything else takes the package's long way, which words the errors, too.
 
-use fa_attn::{Division, Pass, Problem};
+use fa_attn::{Division, Dtype, Pass, Problem};
 use fa_core::Extras;
 use fa_planner::account::MAX_SPLITS;
 use pyo3::intern;
@@ -10,7 +10,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use crate::calls::{On, run};
 use crate::dlpack::{Place, Type, View};
-use crate::given::{Beside, Given, Options};
+use crate::given::{Beside, Given, KvDtype, Options};
 use crate::host::Written;
 
 /// Elements of 16 bits of which a GPU's kernels read whole multiples in each row, and bytes of which they
@@ -46,6 +46,8 @@ struct Asked<'py> {
     out: Maybe<'py>,
     sinks: Maybe<'py>,
     slopes: Maybe<'py>,
+    /// Those of k and v.
+    descales: [Maybe<'py>; 2],
     wants_lse: bool,
     /// Whether the result is FlashAttention's of `return_attn_probs`.
     is_triple: bool,
@@ -108,20 +110,36 @@ impl Plain {
             return Ok(None);
         };
         if is_differentiated {
+            // Codes have no gradients, which the long way says.
+            let dtype = |x: &Bound<'py, PyAny>| x.getattr(intern!(py, "dtype"));
+            if asked.descales.iter().any(Option::is_some) || !dtype(q)?.is(&dtype(k)?) {
+                return Ok(None);
+            }
             let has_none = is_cache || asked.out.is_some() || lengths.arrays[3].is_some();
             return Ok((!has_none).then(|| PyBool::new(py, false).to_owned().into_any()));
         }
         let views = [View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?];
         let dtype = views[0].dtype;
-        let is_plain = |view: &View<'_>| {
+        let codes = codes_of(&views[1]);
+        // A whole number of pieces of 16 bytes.
+        let (keys, whole) = if codes.is_some() { (views[1].dtype, 2 * WHOLE) } else { (dtype, WHOLE) };
+        let is_plain = |view: &View<'_>, dtype: Type, whole: usize| {
             let last = (view.shape().last(), view.strides().last());
             let (Some(&columns), Some(&stride)) = last else { return false };
             let has_rows = stride == 1 || view.is_contiguous();
-            view.dtype == dtype && has_rows && columns % WHOLE == 0
+            view.dtype == dtype && has_rows && columns % whole == 0
         };
-        if !matches!(dtype, Type::F16 | Type::Bf16) || !views.iter().all(is_plain) {
+        let are_plain =
+            is_plain(&views[0], dtype, WHOLE) && views[1..].iter().all(|view| is_plain(view, keys, whole));
+        if !matches!(dtype, Type::F16 | Type::Bf16) || !are_plain || codes_of(&views[2]) != codes {
             return Ok(None);
         }
+        // Of what holds no codes they are factors like any; metadata are of calls without codes.
+        let has_descales = asked.descales.iter().any(Option::is_some);
+        if (has_descales && codes.is_none()) || (metadata.is_some() && codes.is_some()) {
+            return Ok(None);
+        }
+        asked.options.kv_dtype = codes.map(KvDtype);
         let is_on_cpu = views[0].place == Place::Cpu;
         // Rows that belong to no sequence are left as they are, which is for a GPU only.
         if is_on_cpu && lengths.arrays[0].is_some() {
@@ -131,7 +149,29 @@ impl Plain {
             Some(sinks) => Some(self.words("sinks", sinks, stream)?),
             None => None,
         };
+        let mut descales: [Maybe<'py>; 2] = [None, None];
+        for ((own, given), name) in descales.iter_mut().zip(&asked.descales).zip(["k_descale", "v_descale"]) {
+            let Some(given) = given else { continue };
+            let view = View::of(name, given, stream)?;
+            // One for all heads is broadcast, one for each row written with its row.
+            let heads = views[1].shape().iter().rev().nth(1);
+            let has_form = match view.shape() {
+                [own] => Some(own) == heads,
+                [_, own] => Some(own) == heads && views[1].shape().len() == 4,
+                _ => false,
+            };
+            if view.dtype != Type::F32 || !has_form {
+                return Ok(None);
+            }
+            drop(view);
+            *own = Some(self.words(name, given, stream)?);
+        }
         let Some(mut extras) = lengths.extras(stream)? else { return Ok(None) };
+        let [of_k, of_v] = &descales;
+        let slots = [("k_descale", of_k, &mut extras.k_descale), ("v_descale", of_v, &mut extras.v_descale)];
+        for (name, own, slot) in slots {
+            *slot = own.as_ref().map(|own| View::of(name, own, stream)).transpose()?;
+        }
         extras.sinks = sinks.as_ref().map(|sinks| View::of("sinks", sinks, stream)).transpose()?;
         if let Some(slopes) = &asked.slopes {
             let slopes = View::of("alibi_slopes", slopes, stream)?;
@@ -225,6 +265,7 @@ impl Plain {
             out: some(results.get_item(0)?),
             sinks: None,
             slopes: None,
+            descales: [const { None }; 2],
             wants_lse: wants.contains(&true),
             is_triple: wants[2],
             division: (None, None),
@@ -261,16 +302,20 @@ impl Plain {
         let py = inputs[0].py();
         let [tensor, parameter] = self.types.each_ref().map(|own| own.bind(py));
         let is_tensor = |x: &Bound<'_, PyAny>| x.get_type().is(tensor);
-        let beside = asked.out.iter().chain(&asked.slopes).chain(lengths.arrays.iter().flatten());
+        let descales = asked.descales.iter().flatten();
+        let beside = asked.out.iter().chain(&asked.slopes).chain(descales.clone());
+        let beside = beside.chain(lengths.arrays.iter().flatten());
         let arrays = inputs.into_iter().chain(beside);
         let is_sinks = |x: &Bound<'_, PyAny>| is_tensor(x) || x.get_type().is(parameter);
         if !arrays.into_iter().all(is_tensor) || !asked.sinks.iter().all(is_sinks) {
             return Ok(None);
         }
-        // Slopes have no gradient, which the long way says.
+        // Slopes and descales have no gradient, which the long way says.
         let requires_grad = |x: &Bound<'_, PyAny>| x.getattr(intern!(py, "requires_grad"))?.is_truthy();
-        if asked.slopes.as_ref().map_or(Ok(false), requires_grad)? {
-            return Ok(None);
+        for x in asked.slopes.iter().chain(descales) {
+            if requires_grad(x)? {
+                return Ok(None);
+            }
         }
         let mut requires = false;
         for x in inputs.into_iter().chain(&asked.out) {
@@ -306,6 +351,8 @@ impl<'py> Asked<'py> {
     fn keyword(&mut self, kind: &str, value: &Bound<'py, PyAny>) -> bool {
         match kind {
             "sinks" => self.sinks.replace(value.clone()).is_none(),
+            "k_descale" => self.descales[0].replace(value.clone()).is_none(),
+            "v_descale" => self.descales[1].replace(value.clone()).is_none(),
             "num_splits" => match whole(value).and_then(|splits| usize::try_from(splits).ok()) {
                 Some(splits) if splits <= MAX_SPLITS => {
                     self.division.0 = (splits > 0).then_some(splits);
@@ -400,6 +447,15 @@ fn options(numbers: &Bound<'_, PyTuple>) -> PyResult<Option<Options>> {
         kv_dtype: None,
         out_dtype: None,
     }))
+}
+
+/// The codes that keys or values are, where their type says it: bytes may be of several kinds.
+fn codes_of(keys: &View<'_>) -> Option<Dtype> {
+    match keys.dtype {
+        Type::E4m3 => (keys.type_name() != "uint8").then_some(Dtype::E4m3),
+        Type::I8 => Some(Dtype::Int8),
+        Type::F32 | Type::F16 | Type::Bf16 | Type::I32 | Type::Other => None,
+    }
 }
 
 /// Both sides of a window, negative for no limit.

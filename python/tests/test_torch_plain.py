@@ -504,3 +504,129 @@ def test_calls_go_to_the_stream_and_the_device_of_their_tensors():
         assert torch.equal(other.cpu(), want.cpu())
         with pytest.raises(fa_attn.InputError, match="lies elsewhere"):
             fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=there[3], causal=True)
+
+
+@on
+def test_programs_of_plain_tensors_are_computed_without_an_operator(device, dtype, monkeypatch):
+    from fa_attn import _torch_programs, flex
+
+    q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64), seed=6, grad=False)
+    table, sinks = torch.randn(4, 64, device=device), torch.randn(4, device=device)
+    state = torch.tensor([7, 11], dtype=torch.int64)
+    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    blocks = flex.create_block_mask(lambda b, h, i, j: (i >= j) | (j < 5), None, None, 40, 40, device=device)
+
+    def change(score, b, h, i, j):
+        return score * 0.5 + table[h, j]
+
+    def call(name, **options):
+        return lambda: fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
+
+    calls = (
+        call("score", score_mod=change),
+        call("mask", mask_mod=lambda b, h, i, j: (i - j) % 3 < 2, sinks=sinks),
+        call("bias", bias=torch.randn(1, 4, 40, 40, device=device), causal=True),
+        call("dropout", dropout_p=0.3, rng_state=state),
+        lambda: flex.flex_attention(*by_heads, change, blocks, enable_gqa=True, return_lse=True),
+        lambda: flex.flex_attention(*by_heads, block_mask=blocks, enable_gqa=True, return_lse=True),
+    )
+    made, at_once = [], _torch_programs._at_once
+
+    def noted(*given):
+        made.append(at_once(*given))
+        return made[-1]
+
+    for call in calls:
+        before = len(made)
+        monkeypatch.setattr(_torch_programs, "_at_once", noted)
+        one = call()
+        assert len(made) == before + 1 and made[-1] is not None
+        monkeypatch.setattr(_torch_programs, "_at_once", lambda *given: None)
+        for own, other in zip(one, call()):
+            assert torch.equal(own, other) and own.stride() == other.stride() and own.abs().sum() > 0
+    # What is differentiated goes by the operator, of arrays as well.
+    monkeypatch.setattr(_torch_programs, "_at_once", noted)
+    learned = table.clone().requires_grad_()
+    out = fa_attn.flash_attn_func(q, k, v, score_mod=lambda s, b, h, i, j: s + learned[h, j])
+    assert made[-1] is None and torch.autograd.grad(out.float().square().sum(), learned)[0].abs().sum() > 0
+    with torch.no_grad():
+        fa_attn.flash_attn_func(q.requires_grad_(), k, v, score_mod=change)
+    assert made[-1] is not None
+
+
+@on
+def test_torchs_functions_take_the_short_way(device, dtype, monkeypatch):
+    from fa_attn import flex
+
+    made, plain = [], flex.plain_attention
+
+    def counted(*arguments):
+        made.append(plain(*arguments))
+        return made[-1]
+
+    q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 4, 64), (2, 40, 4, 64), seed=7, grad=False)
+    by_heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    by_rows = [x.transpose(1, 2) for x in (q, k, v)]
+    for inputs in (by_heads, by_rows):
+        for call in (
+            lambda: (flex.scaled_dot_product_attention(*inputs),),
+            lambda: (flex.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3),),
+            lambda: flex.flex_attention(*inputs, return_lse=True),
+        ):
+            monkeypatch.setattr(flex, "plain_attention", counted)
+            one = call()
+            assert (made[-1] is not None) == (dtype is not torch.float32)
+            monkeypatch.setattr(flex, "plain_attention", lambda *_: None)
+            for own, other in zip(one, call()):
+                assert torch.equal(own, other) and own.abs().sum() > 0
+                assert own.stride() == other.stride() and own.shape == other.shape
+    monkeypatch.setattr(flex, "plain_attention", counted)
+    before = len(made)
+    learned = [x.clone().requires_grad_() for x in by_heads]
+    out = flex.scaled_dot_product_attention(*learned)
+    assert out.is_contiguous() and len(made) == before
+    out.float().square().sum().backward()
+    assert all(x.grad.abs().sum() > 0 for x in learned)
+
+
+@on
+def test_caches_of_codes_take_the_short_way(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    is_short = dtype is not torch.float32
+    q, k, v = tensors(device, dtype, (3, 2, 4, 64), (6, 16, 2, 64), (6, 16, 2, 64), seed=8, grad=False)
+    table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    used = torch.tensor([3, 32, 20], dtype=torch.int32, device=device)
+    per_head = torch.rand(2, device=device) + 0.5
+    per_sequence = torch.rand(3, 2, device=device) + 0.5
+    lengths = dict(cache_seqlens=used, block_table=table, causal=True, return_lse=True)
+    cache = fa_attn.flash_attn_with_kvcache
+    for codes in ("e4m3", "int8"):
+        own_k, own_v = (fa_attn.quantize_kv(x, codes)[0] for x in (k, v))
+        for descales, takes in (
+            (dict(), True),
+            (dict(k_descale=per_head, v_descale=per_head + 1), True),
+            (dict(k_descale=per_sequence), True),
+            (dict(v_descale=per_sequence[:, :1].expand(3, 2)), True),
+            (dict(k_descale=per_head[:1]), False),
+            (dict(k_descale=per_sequence[:1]), False),
+        ):
+            before = len(made)
+            one = cache(q, own_k, own_v, **lengths, **descales)
+            assert len(made) - before == (is_short and takes), (codes, descales)
+            other = cache(q, own_k, own_v, **lengths, **descales, **LONG)
+            assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(one, other))
+        before = len(made)
+        with pytest.raises(fa_attn.UnsupportedError, match="gradient"):
+            cache(q, own_k, own_v, **lengths, k_descale=per_head.clone().requires_grad_())
+        with pytest.raises(fa_attn.UnsupportedError, match="gradient"):
+            own = [x.unflatten(0, (3, 2)).flatten(1, 2) for x in (own_k, own_v)]
+            fa_attn.flash_attn_func(q.clone().requires_grad_(), *own).sum().backward()
+        with pytest.raises(fa_attn.InputError, match="k_descale"):
+            cache(q, own_k, own_v, **lengths, k_descale=per_head.double())
+        with pytest.raises(fa_attn.UnsupportedError, match="kv_cache_dtype"):
+            cache(q, own_k.view(torch.uint8), own_v.view(torch.uint8), **lengths)
+        assert len(made) == before
+    # Of keys without codes descales are factors.
+    before = len(made)
+    one = cache(q, k, v, **lengths, k_descale=per_head)
+    assert len(made) == before and one[0].abs().sum() > 0

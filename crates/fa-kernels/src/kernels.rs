@@ -206,14 +206,14 @@ impl Kernels {
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
-        let source = self.source(spec)?;
+        let programs = self.programs(spec)?;
         let device = (self.arch, self.sms);
-        let kernel = match Bundle::embedded().find(&source) {
-            Some(cubin) => LoadedKernel::load(&self.context, spec, device, cubin)?,
+        let kernel = match Bundle::embedded().find_all(&programs) {
+            Some(cubins) => LoadedKernel::load(&self.context, spec, device, &cubins)?,
             None => {
-                let compiler = self.compiler()?;
-                let compiled = self.cache.get(&compiler, spec, &source)?;
-                LoadedKernel::load(&self.context, spec, device, &compiled.cubin)?
+                let compiled = self.cache.get_all(&*self.compiler()?, spec, &programs)?;
+                let cubins: Vec<&[u8]> = compiled.iter().map(|own| own.cubin.as_slice()).collect();
+                LoadedKernel::load(&self.context, spec, device, &cubins)?
             }
         };
         // If two threads load the same kernel, the first one wins; both loads are valid.
@@ -225,25 +225,24 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::load`].
     pub fn compile(&self, spec: &KernelSpec) -> Result<(), Error> {
-        let source = self.source(spec)?;
-        if Bundle::embedded().find(&source).is_none() {
-            self.cache.get(&*self.compiler()?, spec, &source)?;
+        let programs = self.programs(spec)?;
+        if Bundle::embedded().find_all(&programs).is_none() {
+            self.cache.get_all(&*self.compiler()?, spec, &programs)?;
         }
         Ok(())
     }
 
-    /// The compiler's name and version, and the key of the kernel of `spec` in the cache: a hash of compiler,
-    /// flags and sources.
+    /// The compiler's name and version, and a hash of compiler, flags and sources of the kernel of `spec`.
     ///
     /// # Errors
     /// As [`Kernels::load`], without compiling.
     pub fn identity(&self, spec: &KernelSpec) -> Result<(String, String), Error> {
-        self.cache.identity(&*self.compiler()?, &self.source(spec)?)
+        self.cache.identity_of_all(&*self.compiler()?, &self.programs(spec)?)
     }
 
-    fn source(&self, spec: &KernelSpec) -> Result<Source, Error> {
+    fn programs(&self, spec: &KernelSpec) -> Result<Vec<Source>, Error> {
         check_fit(spec, self.arch)?;
-        Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)
+        Source::programs(spec, self.arch, Some(smem_bytes(spec)), &self.headers)
     }
 
     fn compiler(&self) -> Result<Arc<Compiler>, Error> {

@@ -163,8 +163,8 @@ fn compile(
             progress(Step::Begin(format!("compiling {spec}")));
             progress(Step::Done);
         }
-        let source = Source::new(spec, arch, Some(smem_bytes(spec)), &headers);
-        let error = source.and_then(|source| cache.get(&compiler, spec, &source)).err()?;
+        let programs = Source::programs(spec, arch, Some(smem_bytes(spec)), &headers);
+        let error = programs.and_then(|programs| cache.get_all(&compiler, spec, &programs)).err()?;
         Some(((*spec).clone(), without_logs(&error.to_string())))
     };
     Ok(specs.par_iter().filter_map(compile).collect())

@@ -37,22 +37,31 @@ pub struct BundledKernel {
     pub spec: KernelSpec,
     /// The architecture.
     pub arch: Arch,
-    /// The cubin's file in the bundle's folder.
-    pub file: String,
-    /// SHA-256 of the cubin.
-    pub cubin_sha256: String,
-    /// Hash of what it was compiled from, without flags and compiler: see [`source_hash`].
-    pub source: String,
+    /// The cubins of its programs.
+    pub cubins: Vec<BundledCubin>,
     /// Bytes of dynamic shared memory.
     pub smem: u32,
     /// What the compiler reported.
     pub report: Report,
 }
 
-/// The built-in bundle: kernels by the hash of their source.
+/// The cubin of a program, which several kernels may share.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BundledCubin {
+    /// Its file in the bundle's folder.
+    pub file: String,
+    /// Its SHA-256.
+    pub sha256: String,
+    /// Hash of what it was compiled from, without flags and compiler: see [`source_hash`].
+    pub source: String,
+}
+
+/// The built-in bundle: kernels, and cubins by the hash of their source.
 #[derive(Debug, Default)]
 pub struct Bundle {
-    kernels: HashMap<String, (BundledKernel, &'static [u8])>,
+    kernels: Vec<BundledKernel>,
+    cubins: HashMap<String, &'static [u8]>,
 }
 
 /// The manifest and the cubins by file name, empty without the feature.
@@ -84,24 +93,29 @@ impl Bundle {
     /// The kernels of a manifest whose files exist and are complete.
     fn of(manifest: Manifest, files: &[(&str, &'static [u8])]) -> Bundle {
         let files: HashMap<&str, &'static [u8]> = files.iter().copied().collect();
-        let whole = |kernel: BundledKernel| {
-            let cubin = *files.get(kernel.file.as_str())?;
-            (hash(&[cubin]) == kernel.cubin_sha256).then(|| (kernel.source.clone(), (kernel, cubin)))
-        };
-        Bundle { kernels: manifest.kernels.into_iter().filter_map(whole).collect() }
+        let mut cubins = HashMap::new();
+        for own in manifest.kernels.iter().flat_map(|kernel| &kernel.cubins) {
+            let cubin = files.get(own.file.as_str()).filter(|cubin| hash(&[cubin]) == own.sha256);
+            if let Some(cubin) = cubin {
+                cubins.insert(own.source.clone(), *cubin);
+            }
+        }
+        let mut kernels = manifest.kernels;
+        kernels.retain(|kernel| kernel.cubins.iter().all(|own| cubins.contains_key(&own.source)));
+        Bundle { kernels, cubins }
     }
 
-    /// The cubin compiled from exactly this source; `None` in a bundle of other sources.
-    pub fn find(&self, source: &Source) -> Option<&'static [u8]> {
+    /// The cubins compiled from exactly these programs; `None` in a bundle of other sources.
+    pub fn find_all(&self, programs: &[Source]) -> Option<Vec<&'static [u8]>> {
         if self.kernels.is_empty() {
             return None;
         }
-        self.kernels.get(&source_hash(source)).map(|(_, cubin)| *cubin)
+        programs.iter().map(|own| self.cubins.get(&source_hash(own)).copied()).collect()
     }
 
     /// The specs that it holds for `arch`.
     pub fn specs(&self, arch: Arch) -> impl Iterator<Item = &KernelSpec> {
-        self.kernels.values().map(|(kernel, _)| kernel).filter(move |k| k.arch == arch).map(|k| &k.spec)
+        self.kernels.iter().filter(move |k| k.arch == arch).map(|k| &k.spec)
     }
 
     /// Number of kernels.
@@ -125,10 +139,10 @@ impl Manifest {
         let bad = |path: &Path, reason: String| Error::BadBundle { path: path.to_owned(), reason };
         let text = fs::read_to_string(&path).map_err(|e| bad(&path, e.to_string()))?;
         let manifest: Manifest = serde_json::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
-        for kernel in &manifest.kernels {
-            let file = folder.join(&kernel.file);
+        for own in manifest.kernels.iter().flat_map(|kernel| &kernel.cubins) {
+            let file = folder.join(&own.file);
             let cubin = fs::read(&file).map_err(|e| bad(&file, e.to_string()))?;
-            if hash(&[&cubin]) != kernel.cubin_sha256 {
+            if hash(&[&cubin]) != own.sha256 {
                 return Err(bad(&file, "its checksum is not the manifest's".to_owned()));
             }
         }

@@ -9,11 +9,12 @@
 //! in memory and a warning is traced. A folder that others may write to is refused: see `trust`.
 
 use std::collections::HashMap;
-use std::fs;
-use std::io;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, SystemTime};
+use std::{fs, io, thread};
 
 use fa_core::KernelSpec;
 use serde::{Deserialize, Serialize};
@@ -57,6 +58,7 @@ struct Entry {
 }
 
 /// What a unit was made from, as stored next to its cubin.
+#[derive(Clone)]
 struct Named<'a> {
     name: &'a str,
     spec: Option<&'a KernelSpec>,
@@ -106,13 +108,19 @@ impl Cache {
         spec: Option<&KernelSpec>,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
-        if let Some(root) = &self.root {
-            check_trust(root)?;
-        }
-        let spec = &Named { name, spec };
-        let flags = compiler.flags(&source.target);
-        let name = self.compiler_name(compiler)?;
-        let key = key(&name, &flags, source);
+        self.check()?;
+        let identity = self.identity(compiler, source)?;
+        self.get_keyed(compiler, &Named { name, spec }, source, identity)
+    }
+
+    /// [`Cache::get_named`] of a source whose compiler and key are known.
+    fn get_keyed(
+        &self,
+        compiler: &Compiler,
+        spec: &Named<'_>,
+        source: &Source,
+        (name, key): (String, String),
+    ) -> Result<Arc<Compiled>, Error> {
         // Refused code is cached too: a plan that spills is skipped at once the next time.
         let remembered = self.memory().get(&key).cloned();
         let kernel = match remembered {
@@ -120,7 +128,10 @@ impl Cache {
             None => {
                 let kernel = match self.read(&key)? {
                     Some(kernel) => kernel,
-                    None => self.compile(&key, compiler, (name, flags), spec, source)?,
+                    None => {
+                        let flags = compiler.flags(&source.target);
+                        self.compile(&key, compiler, (name, flags), spec, source)?
+                    }
                 };
                 let kernel = Arc::new(kernel);
                 self.memory().insert(key.clone(), kernel.clone());
@@ -138,8 +149,61 @@ impl Cache {
         }
     }
 
+    /// The kernels that `compiler` makes of the programs of `spec`, the main one first. Those that are not
+    /// there yet are compiled side by side.
+    ///
+    /// # Errors
+    /// As [`Cache::get`], of the first program that has any.
+    pub fn get_all(
+        &self,
+        compiler: &Compiler,
+        spec: &KernelSpec,
+        programs: &[Source],
+    ) -> Result<Vec<Arc<Compiled>>, Error> {
+        self.check()?;
+        let name = &spec.to_string();
+        let identities = programs.iter().map(|own| self.identity(compiler, own));
+        let identities = identities.collect::<Result<Vec<_>, Error>>()?;
+        let compiled: Vec<Result<Arc<Compiled>, Error>> = thread::scope(|scope| {
+            let mut started = Vec::new();
+            // The main one last, by this thread.
+            for (at, (source, identity)) in programs.iter().zip(identities).enumerate().rev() {
+                // The spec is that of the main program alone: many share the others.
+                let own = Named { name, spec: (at == 0).then_some(spec) };
+                let is_here = self.holds(&identity.1);
+                let get = move || self.get_keyed(compiler, &own, source, identity);
+                let thread = (at > 0 && !is_here)
+                    .then(|| thread::Builder::new().spawn_scoped(scope, get.clone()).ok());
+                // Where there is no further thread, this one compiles.
+                started.push(match thread.flatten() {
+                    Some(thread) => Started::Beside(thread),
+                    None => Started::Done(get()),
+                });
+            }
+            started.into_iter().rev().map(Started::end).collect()
+        });
+        compiled.into_iter().collect()
+    }
+
+    /// Whether the kernel of a key need not be compiled.
+    fn holds(&self, key: &str) -> bool {
+        self.memory().contains_key(key) || self.root.as_ref().is_some_and(|root| root.join(key).is_dir())
+    }
+
+    /// The name and version of `compiler`, and a hash of it and of `programs`.
+    pub(crate) fn identity_of_all(
+        &self,
+        compiler: &Compiler,
+        programs: &[Source],
+    ) -> Result<(String, String), Error> {
+        let keys = programs.iter().map(|own| Ok(self.identity(compiler, own)?.1));
+        let keys = keys.collect::<Result<Vec<String>, Error>>()?;
+        let all: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
+        Ok((self.compiler_name(compiler)?, hash(&all)[..KEY_DIGITS].to_owned()))
+    }
+
     /// The name and version of `compiler`, and the key of what it makes of `source`.
-    pub(crate) fn identity(&self, compiler: &Compiler, source: &Source) -> Result<(String, String), Error> {
+    fn identity(&self, compiler: &Compiler, source: &Source) -> Result<(String, String), Error> {
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &compiler.flags(&source.target), source);
         Ok((name, key))
@@ -340,6 +404,21 @@ impl Cache {
     fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<String, Arc<Compiled>>> {
         // The map holds finished kernels only, so it is valid even if another thread panicked.
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A kernel of [`Cache::get_all`]: found or compiled, or being compiled.
+enum Started<'scope> {
+    Done(Result<Arc<Compiled>, Error>),
+    Beside(ScopedJoinHandle<'scope, Result<Arc<Compiled>, Error>>),
+}
+
+impl Started<'_> {
+    fn end(self) -> Result<Arc<Compiled>, Error> {
+        match self {
+            Started::Done(kernel) => kernel,
+            Started::Beside(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        }
     }
 }
 

@@ -1,9 +1,11 @@
 //! What a GPU executes of a cubin, entry by entry: code, its attributes, constants and relocations, without
-//! names, debug tables and the order of symbols.
+//! names, debug tables and whatever depends on the entries beside it.
 
 use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
+
+use crate::jit::source::PLACE;
 
 /// Digits of a code hash: 64 bits, beyond any accident.
 const DIGITS: usize = 16;
@@ -24,14 +26,15 @@ const FORMAT_WORDS: u8 = 4;
 const PARAM_BANK: u8 = 0x0a;
 
 /// A hash of what each entry of a cubin executes: `.text`, `.nv.info`, `.nv.constant` and relocations of the
-/// entry, and constants without an entry. Two cubins with equal hashes run alike whatever their sources call
-/// things, as long as they read no global data (`GLOBAL_BANK`).
+/// entry, and constants without an entry. It is the same in whatever company the entry is. Two cubins with
+/// equal hashes run alike whatever their sources call things, as long as they read no global data
+/// (`GLOBAL_BANK`).
 ///
 /// `None` for a file that is no cubin.
 pub fn entry_codes(cubin: &[u8]) -> Option<BTreeMap<String, String>> {
     let elf = Elf::read(cubin)?;
     let names = elf.sections.iter().filter_map(|own| own.name.strip_prefix(".text."));
-    names.map(|entry| Some((entry.to_owned(), elf.code_of(entry)?))).collect()
+    names.filter(|entry| *entry != PLACE).map(|entry| Some((entry.to_owned(), elf.code_of(entry)?))).collect()
 }
 
 struct Section<'a> {
@@ -114,22 +117,29 @@ impl<'a> Elf<'a> {
 
     fn code_of(&self, entry: &str) -> Option<String> {
         let mut hash = Sha256::new();
-        for section in &self.sections {
+        let mut sections: Vec<&Section<'_>> = self.sections.iter().collect();
+        sections.sort_by_key(|own| own.name);
+        for section in sections {
             let Section { name, bytes, size, .. } = section;
             let owner = name.rsplit_once('.').map_or("", |(_, owner)| owner);
             let is_own = owner == entry;
             let is_entry = |owner: &str| self.sections.iter().any(|own| own.name == format!(".text.{owner}"));
             let kind = name.strip_suffix(&format!(".{entry}")).unwrap_or(name);
             let counts = [".text", ".nv.info", ".nv.constant", ".nv.shared", ".nv.local", ".rela"];
-            let is_left = !counts.iter().any(|own| kind.starts_with(own)) || name.ends_with(GLOBAL_BANK);
+            let is_left = !counts.iter().any(|own| kind.starts_with(own))
+                || name.ends_with(GLOBAL_BANK)
+                || kind.contains(".debug");
             if is_left || (!is_own && is_entry(owner)) {
+                continue;
+            }
+            if *name == ".nv.info" {
+                // As long as there are entries.
+                self.attributes(bytes, entry, &mut hash)?;
                 continue;
             }
             hash.update(format!("{kind} {size}\n"));
             if kind.starts_with(".rel") {
                 self.relocations(bytes, &mut hash)?;
-            } else if *name == ".nv.info" {
-                self.attributes(bytes, entry, &mut hash)?;
             } else if kind == ".nv.info" {
                 own_attributes(bytes, &mut hash)?;
             } else {

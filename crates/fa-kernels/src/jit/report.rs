@@ -70,6 +70,22 @@ impl Report {
         seen.then_some(report)
     }
 
+    /// The report on a kernel whose programs have these: what is the most, and all that is lost.
+    pub(crate) fn of_all<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Report {
+        let mut all = Report::default();
+        for own in reports {
+            let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings } = own;
+            all.registers = all.registers.max(*registers);
+            all.stack = all.stack.max(*stack);
+            all.spill_stores += spill_stores;
+            all.spill_loads += spill_loads;
+            all.static_smem = all.static_smem.max(*static_smem);
+            all.barriers = all.barriers.max(*barriers);
+            all.warnings.extend_from_slice(warnings);
+        }
+        all
+    }
+
     /// The first fault, if any.
     pub fn fault(&self) -> Option<Fault> {
         self.fault_beyond(0)

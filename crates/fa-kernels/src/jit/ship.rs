@@ -7,9 +7,9 @@ use fa_planner::account::{Occupancy, account};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::jit::bundle::{BundledKernel, MANIFEST, Manifest, source_hash};
+use crate::jit::bundle::{BundledCubin, BundledKernel, MANIFEST, Manifest, source_hash};
 use crate::jit::cache::Cache;
-use crate::jit::compile::{Compiled, Compiler};
+use crate::jit::compile::Compiler;
 use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
@@ -57,7 +57,7 @@ pub struct Built {
     /// Specs that failed.
     pub failures: Vec<Failure>,
     /// The kernels, for [`write_bundle`]; in the order of `rows`.
-    kernels: Vec<(BundledKernel, Vec<u8>)>,
+    kernels: Vec<(BundledKernel, Vec<Vec<u8>>)>,
 }
 
 /// Compiles every spec for those of its architectures that are in `archs` (all, when empty), on all cores.
@@ -91,9 +91,9 @@ pub fn build(
     let mut built = Built::default();
     for result in results {
         match result {
-            Ok(One { row, kernel, cubin }) => {
+            Ok(One { row, kernel, cubins }) => {
                 built.rows.push(row);
-                built.kernels.push((kernel, cubin));
+                built.kernels.push((kernel, cubins));
             }
             Err(failure) => built.failures.push(failure),
         }
@@ -104,7 +104,7 @@ pub fn build(
 struct One {
     row: Row,
     kernel: BundledKernel,
-    cubin: Vec<u8>,
+    cubins: Vec<Vec<u8>>,
 }
 
 fn build_one(
@@ -117,9 +117,9 @@ fn build_one(
     compiler.check_arch(arch).map_err(|e| e.to_string())?;
     let plan = account(spec, arch).map_err(|reason| format!("does not fit {arch}: {reason}"))?;
     let smem = smem_bytes(spec);
-    let source = Source::new(spec, arch, Some(smem), headers).map_err(|e| e.to_string())?;
-    let compiled = cache.get(compiler, spec, &source).map_err(|e| e.to_string())?;
-    let Compiled { cubin, report, .. } = &*compiled;
+    let programs = Source::programs(spec, arch, Some(smem), headers).map_err(|e| e.to_string())?;
+    let compiled = cache.get_all(compiler, spec, &programs).map_err(|e| e.to_string())?;
+    let report = Report::of_all(compiled.iter().map(|own| &own.report));
     let blocks = Occupancy::of(arch.limits(), smem, report.registers, spec.threads()).blocks();
     if blocks < plan.blocks_per_sm {
         return Err(format!(
@@ -136,29 +136,29 @@ fn build_one(
         planned_blocks: plan.blocks_per_sm,
         actual_blocks: blocks,
         report: report.clone(),
-        cubin_bytes: cubin.len(),
+        cubin_bytes: compiled.iter().map(|own| own.cubin.len()).sum(),
     };
-    let kernel = BundledKernel {
-        name: row.name.clone(),
-        spec: spec.clone(),
-        arch,
-        file: format!("{arch}/{}.cubin", row.name),
-        cubin_sha256: hash(&[cubin]),
-        source: source_hash(&source),
-        smem,
-        report: report.clone(),
-    };
-    Ok(One { row, kernel, cubin: cubin.clone() })
+    let cubins = compiled.iter().zip(&programs).enumerate().map(|(index, (own, program))| {
+        let (sha256, source) = (hash(&[&own.cubin]), source_hash(program));
+        // Of several kernels that share a program the file is one.
+        let name = if index == 0 { &row.name } else { &source };
+        BundledCubin { file: format!("{arch}/{name}.cubin"), sha256, source }
+    });
+    let cubins = cubins.collect();
+    let kernel = BundledKernel { name: row.name.clone(), spec: spec.clone(), arch, cubins, smem, report };
+    Ok(One { row, kernel, cubins: compiled.iter().map(|own| own.cubin.clone()).collect() })
 }
 
-/// Writes the cubins of a build, `ARCH/NAME.cubin`, and then the manifest into `folder`, each in one step.
+/// Writes the cubins of a build, `ARCH/NAME.cubin` and for shared programs `ARCH/HASH.cubin`, and then the
+/// manifest into `folder`, each in one step.
 ///
 /// # Errors
 /// [`Error::Io`].
 pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result<Manifest, Error> {
-    for (kernel, cubin) in &built.kernels {
-        let file = folder.join(&kernel.file);
-        atomic_file::write(&file, cubin)?;
+    for (kernel, cubins) in &built.kernels {
+        for (own, cubin) in kernel.cubins.iter().zip(cubins) {
+            atomic_file::write(&folder.join(&own.file), cubin)?;
+        }
     }
     let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
     let manifest = Manifest { compiler: compiler.version()?, kernels };

@@ -153,6 +153,22 @@ fn combines_wide_rows(spec: &KernelSpec) -> bool {
     spec.head_dim_v > COMBINE_COLUMNS
 }
 
+/// The entry that holds the place of [`PLAN`] in the program of the main one. Entries of a program share the
+/// alignment of shared memory, which the last of them sets: without it addresses would be computed
+/// differently, and the code would not be that of the unit whole.
+pub(crate) const PLACE: &str = "fa_place";
+
+/// The entries of each of [`Source::programs`], the main one first.
+pub(crate) fn entries_of_programs(spec: &KernelSpec) -> Vec<Vec<&'static str>> {
+    let (shared, own): (Vec<_>, Vec<_>) = entries(spec).into_iter().partition(|entry| has_own_program(entry));
+    std::iter::once(own).chain(shared.into_iter().map(|entry| vec![entry])).collect()
+}
+
+/// Whether an entry depends on so little of its spec that many specs share its code.
+fn has_own_program(entry: &str) -> bool {
+    entry == PLAN || entry == COMBINE
+}
+
 /// The entry functions of a spec's unit, the main one first.
 pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
     let is_backward = spec.kernel.is_backward();
@@ -224,16 +240,47 @@ impl Source {
     ) -> Result<Source, Error> {
         spec.check()?;
         spec.check_arch(arch)?;
-        let unit = unit(spec, smem_bytes);
+        Ok(Source::all([unit(spec, smem_bytes, true)], spec, arch, headers)?.remove(0))
+    }
+
+    /// The same as what is compiled: the program of the main entry and those beside it, then a program for
+    /// the plan and one for the combination, whose text is the same for many specs.
+    ///
+    /// # Errors
+    /// As [`Source::new`].
+    pub fn programs(
+        spec: &KernelSpec,
+        arch: Arch,
+        smem_bytes: Option<u32>,
+        headers: &Headers,
+    ) -> Result<Vec<Source>, Error> {
+        spec.check()?;
+        spec.check_arch(arch)?;
+        let shared = [
+            spec.reads
+                .varied
+                .then(|| shared_program(spec, plan_header(spec), &[plan_rules(spec), plan(spec)])),
+            spec.split.then(|| shared_program(spec, "split", &[combine(spec)])),
+        ];
+        let units = std::iter::once(unit(spec, smem_bytes, false)).chain(shared.into_iter().flatten());
+        Source::all(units, spec, arch, headers)
+    }
+
+    /// The sources of units of a spec.
+    fn all(
+        units: impl IntoIterator<Item = String>,
+        spec: &KernelSpec,
+        arch: Arch,
+        headers: &Headers,
+    ) -> Result<Vec<Source>, Error> {
         let own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
-        let headers = own
-            .as_ref()
-            .unwrap_or(headers)
-            .reachable(&unit)?
-            .into_iter()
-            .map(|(name, text)| (name.to_owned(), text.to_owned()))
-            .collect();
-        Ok(Source { unit, headers, target: target(spec, arch) })
+        let headers = own.as_ref().unwrap_or(headers);
+        let source = |unit: String| -> Result<Source, Error> {
+            let reached = headers.reachable(&unit)?.into_iter();
+            let headers = reached.map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
+            Ok(Source { unit, headers, target: target(spec, arch) })
+        };
+        units.into_iter().map(source).collect()
     }
 
     /// The source of the append kernel for a cache of codes, or of elements, which all problems share.
@@ -328,13 +375,102 @@ fn target(spec: &KernelSpec, arch: Arch) -> String {
     format!("sm_{major}{minor}{suffix}")
 }
 
-fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
+/// A program of its own for an entry of `parts`, with what they name of the config written out: its text is
+/// that of every spec in which these values are the same.
+fn shared_program(spec: &KernelSpec, header: &str, parts: &[String]) -> String {
+    let fields = config::fields_of(spec);
+    let literal = |name: &str| {
+        let field = fields.iter().find(|field| field.name == name);
+        &field.unwrap_or_else(|| panic!("no field {name} of the config of {spec}")).literal
+    };
+    let mut text = String::new();
+    // The order in which a backward adds to dQ is told by its tiles.
+    if spec.kernel.is_backward() {
+        text.push_str("#include \"attn/bwd_tile.cuh\"\n");
+    }
+    let _ = writeln!(text, "#include \"attn/{header}.cuh\"\n\nusing namespace fa;\n");
+    let all = parts.concat();
+    let mut named = all.split("config.");
+    text.push_str(named.next().unwrap_or_default());
+    for part in named {
+        let end = part.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(part.len());
+        text.push_str(literal(&part[..end]));
+        text.push_str(&part[end..]);
+    }
+    text
+}
+
+/// The header of [`PLAN`].
+fn plan_header(spec: &KernelSpec) -> &'static str {
+    if spec.kernel.is_backward() { "plan" } else { "plan_few" }
+}
+
+/// The parameters that all kernels of a pass have.
+fn pass_params(spec: &KernelSpec) -> &'static str {
+    if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" }
+}
+
+/// What plans go by.
+fn plan_rules(spec: &KernelSpec) -> String {
+    format!(
+        "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {}, config.split, {}, \
+         {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == {PLAN_THREADS} && kPlanCtas \
+         == {PLAN_CTAS});\n\n",
+        spec.traits().packs_gqa,
+        plans_in_clusters(spec),
+        matches!(spec.kernel, Kernel::Sm90Wide(_))
+    )
+}
+
+/// The text of [`PLAN`].
+fn plan(spec: &KernelSpec) -> String {
+    let function = if spec.kernel.is_backward() {
+        "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
+    } else {
+        "plan_tiles<plan_rules>"
+    };
+    entry(spec, PLAN, PLAN_THREADS, pass_params(spec), &format!("{function}(params)"))
+}
+
+/// The text of [`COMBINE`].
+fn combine(spec: &KernelSpec) -> String {
+    let (bytes, columns) = if combines_wide_rows(spec) {
+        let columns = 2 * COMBINE_COLUMNS;
+        (format!("sizeof(CombineStorage<{columns}>)"), format!(", {columns}"))
+    } else {
+        ("combine_smem_bytes".to_owned(), String::new())
+    };
+    let asserted = format!(
+        "\nstatic_assert({bytes} == {} && kCombineThreads == {COMBINE_THREADS});\n",
+        combine_smem(spec)
+    );
+    let dtype = if spec.kernel.computes_in_8_bits() { "config.out_dtype" } else { "config.dtype" };
+    let packs = spec.traits().packs_gqa;
+    let call =
+        format!("combine<{dtype}, config.tile_m, {packs}, config.varied, config.sinks{columns}>(params)");
+    asserted + &entry(spec, COMBINE, COMBINE_THREADS, pass_params(spec), &call)
+}
+
+/// The text of an entry other than the main one.
+fn entry(spec: &KernelSpec, entry: &str, threads: u32, params: &str, call: &str) -> String {
+    // Registers would be halved for a second CTA; combining wide rows would spill at that.
+    let alone =
+        entry == PLAN || ARRAY_GRADIENTS.contains(&entry) || (entry == COMBINE && combines_wide_rows(spec));
+    let threads = if alone { format!("{threads}, 1") } else { threads.to_string() };
+    format!(
+        "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
+         {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
+    )
+}
+
+/// The text of a spec's unit: `whole`, or without the entries that have programs of their own.
+fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let name = spec.kernel.name();
     // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
     let header = format!("{}.cuh", name.replacen('_', "/", 1));
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
-    let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
+    let params = pass_params(spec);
     let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
         "WithCache".to_owned()
     } else if spec.score.program.is_some() {
@@ -356,10 +492,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         text.push_str("#include \"attn/array_gradient.cuh\"\n");
     }
     if spec.reads.varied {
-        let of_pass = if spec.kernel.is_backward() { "plan" } else { "plan_few" };
-        let _ = writeln!(text, "#include \"attn/{of_pass}.cuh\"");
+        let _ = writeln!(text, "#include \"attn/{}.cuh\"", plan_header(spec));
     }
-    if spec.split {
+    if spec.split && whole {
         text.push_str("#include \"attn/split.cuh\"\n");
     }
     text.push_str("\nusing namespace fa;\n\n");
@@ -378,14 +513,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         );
     }
     if spec.reads.varied {
-        let _ = writeln!(
-            text,
-            "constexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split, {}, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
-             {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});\n",
-            plans_in_clusters(spec),
-            matches!(spec.kernel, Kernel::Sm90Wide(_))
-        );
+        text.push_str(&plan_rules(spec));
     }
     let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
     // setmaxnreg is ignored unless the bound of one CTA per SM is written out.
@@ -400,27 +528,20 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let rules = if spec.plans_for_itself() { ", plan_rules" } else { "" };
     let _ = write!(text, ") {{\n    {name}<config{rules}>(params{arguments});\n}}\n");
-    let call = |entry: &str, threads: u32, params: &str, call: String| {
-        // Registers would be halved for a second CTA; combining wide rows would spill at that.
-        let alone = entry == PLAN
-            || ARRAY_GRADIENTS.contains(&entry)
-            || (entry == COMBINE && combines_wide_rows(spec));
-        let threads = if alone { format!("{threads}, 1") } else { threads.to_string() };
-        format!(
-            "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
-             {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
-        )
-    };
-    let body = |entry: &str, threads: u32, function: String| {
-        call(entry, threads, params, format!("{function}(params)"))
+    let call =
+        |name: &str, threads: u32, params: &str, call: String| entry(spec, name, threads, params, &call);
+    let body = |name: &str, threads: u32, function: String| {
+        entry(spec, name, threads, params, &format!("{function}(params)"))
     };
     if spec.reads.varied {
-        let function = if spec.kernel.is_backward() {
-            "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
+        text.push_str(&if whole {
+            plan(spec)
         } else {
-            "plan_tiles<plan_rules>"
-        };
-        text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
+            format!(
+                "\nextern \"C\" __global__ void {PLACE}() {{\n    \
+                 shared_memory<PlanStorage>().slots = 0;\n}}\n"
+            )
+        });
     }
     if spec.score.masks() {
         let backward = spec.kernel.is_backward();
@@ -470,22 +591,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");
         text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
     }
-    if spec.split {
-        let (bytes, columns) = if combines_wide_rows(spec) {
-            let columns = 2 * COMBINE_COLUMNS;
-            (format!("sizeof(CombineStorage<{columns}>)"), format!(", {columns}"))
-        } else {
-            ("combine_smem_bytes".to_owned(), String::new())
-        };
-        let _ = writeln!(
-            text,
-            "\nstatic_assert({bytes} == {} && kCombineThreads == {COMBINE_THREADS});",
-            combine_smem(spec)
-        );
-        let dtype = if spec.kernel.computes_in_8_bits() { "config.out_dtype" } else { "config.dtype" };
-        let function =
-            format!("combine<{dtype}, config.tile_m, {packs}, config.varied, config.sinks{columns}>");
-        text.push_str(&body(COMBINE, COMBINE_THREADS, function));
+    if spec.split && whole {
+        text.push_str(&combine(spec));
     }
     if spec.kernel.is_backward() {
         let layout = format!("{}::BwdLayout<config>", spec.kernel.family());

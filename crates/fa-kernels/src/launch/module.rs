@@ -1,4 +1,4 @@
-//! A cubin loaded into a context.
+//! A kernel's cubins loaded into a context.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -10,7 +10,7 @@ use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
 use crate::jit::array_gradients::array_gradient_smem;
-use crate::jit::source::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries};
+use crate::jit::source::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries_of_programs};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 
@@ -44,7 +44,8 @@ const SMALL_SMEM: i32 = 96 << 10;
 const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 
 impl LoadedKernel {
-    /// Loads `cubin`, compiled from `spec`, and lets it use the shared memory that the planner accounts for.
+    /// Loads `cubins`, compiled from the programs of `spec`, and lets the kernel use the shared memory that the
+    /// planner accounts for.
     ///
     /// # Errors
     /// [`Error::Driver`], for example for code that the driver is too old to load.
@@ -52,16 +53,19 @@ impl LoadedKernel {
         context: &Arc<CudaContext>,
         spec: &KernelSpec,
         (arch, sms): (Arch, u32),
-        cubin: &[u8],
+        cubins: &[&[u8]],
     ) -> Result<LoadedKernel, Error> {
-        let module = context
-            .load_module(Ptx::from_binary(cubin.to_vec()))
-            .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
-        let entry = |name: &'static str| -> Result<_, Error> {
-            let function = module.load_function(name).map_err(|e| Error::driver("finding an entry", e))?;
-            Ok((name, function))
-        };
-        let entries = entries(spec).into_iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+        let mut entries = Vec::new();
+        for (names, cubin) in entries_of_programs(spec).into_iter().zip(cubins) {
+            let module = context.load_module(Ptx::from_binary(cubin.to_vec())).map_err(|e| {
+                Error::driver("loading a kernel (its compiler may be newer than the driver)", e)
+            })?;
+            for name in names {
+                let function =
+                    module.load_function(name).map_err(|e| Error::driver("finding an entry", e))?;
+                entries.push((name, function));
+            }
+        }
         let function = entries[0].1.clone();
         let smem = smem_bytes(spec);
         let bytes = i32::try_from(smem).unwrap_or(i32::MAX);

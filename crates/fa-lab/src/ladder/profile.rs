@@ -150,9 +150,9 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         for step in &ladder.steps {
             progress(Step::Begin(format!("{}, {}", ladder.name, step.name)));
             for spec in step.specs.iter().flatten() {
-                let source = Source::new(spec, arch, Some(smem_bytes(spec)), &headers)?;
-                let built = cache.get(&compiler, spec, &source);
-                let registers = built.as_ref().map(|built| built.report.registers);
+                let programs = Source::programs(spec, arch, Some(smem_bytes(spec)), &headers)?;
+                let built = cache.get_all(&compiler, spec, &programs);
+                let registers = built.as_ref().map(|built| built[0].report.registers);
                 let mut row = row(ladder, &step.name, spec, arch);
                 match registers {
                     Ok(registers) => {

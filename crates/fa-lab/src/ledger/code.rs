@@ -3,11 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 
 use fa_core::{Arch, Family, KernelSpec, ShippedSpec};
 use fa_kernels::launch::Launches;
 use fa_kernels::{
-    AppendLaunch, Cache, Compiler, CompilerKind, Headers, MergeLaunch, entry_codes, ship, toolchain,
+    AppendLaunch, Cache, Compiled, Compiler, CompilerKind, Headers, MergeLaunch, Source, entry_codes, ship,
+    toolchain,
 };
 use sha2::{Digest, Sha256};
 
@@ -68,9 +70,22 @@ impl Workshop {
     /// # Errors
     /// A kernel that does not compile, or spills.
     pub(super) fn codes(&self, unit: &Unit) -> Result<BTreeMap<String, String>> {
-        let source = unit.source(&self.headers)?;
-        let compiled = self.cache.get_named(&self.compiler, &unit.name, unit.spec(), &source)?;
-        entry_codes(&compiled.cubin).ok_or_else(|| Error::Record(format!("{}: no cubin", unit.key())))
+        let codes =
+            self.compiled(unit)?.iter().map(|own| entry_codes(&own.cubin)).collect::<Option<Vec<_>>>();
+        let codes = codes.ok_or_else(|| Error::Record(format!("{}: no cubin", unit.key())))?;
+        Ok(codes.into_iter().flatten().collect())
+    }
+
+    /// The programs of a unit, compiled.
+    fn compiled(&self, unit: &Unit) -> Result<Vec<Arc<Compiled>>> {
+        let programs = unit.programs(&self.headers)?;
+        if let Some(spec) = unit.spec() {
+            return Ok(self.cache.get_all(&self.compiler, spec, &programs)?);
+        }
+        let get = |own: &Source| -> Result<Arc<Compiled>> {
+            Ok(self.cache.get_named(&self.compiler, &unit.name, None, own)?)
+        };
+        programs.iter().map(get).collect()
     }
 
     /// Registers of a unit on each of its architectures, where it compiles within its plan on all of them.
@@ -79,10 +94,11 @@ impl Workshop {
     /// The first fault: a spill, fewer CTAs than planned, local memory, a missing instruction.
     pub fn registers(&self, unit: &Unit) -> Result<BTreeMap<Arch, u32>> {
         let fault = |what: String| Error::Record(format!("{}: {what}", unit.name));
-        let source = unit.source(&self.headers)?;
-        let compiled = self.cache.get_named(&self.compiler, &unit.name, unit.spec(), &source)?;
-        if let Some(what) = machine_code_fault(unit.spec(), &compiled.cubin)? {
-            return Err(fault(what));
+        for (index, own) in self.compiled(unit)?.iter().enumerate() {
+            let computes = unit.spec().filter(|_| index == 0);
+            if let Some(what) = machine_code_fault(computes, &own.cubin)? {
+                return Err(fault(what));
+            }
         }
         let Some(spec) = unit.spec() else { return Ok(BTreeMap::new()) };
         let shipped = [ShippedSpec { archs: unit.archs.clone(), spec: spec.clone() }];
@@ -104,8 +120,8 @@ impl Workshop {
     }
 }
 
-/// What is wrong with the machine code of a kernel: instructions that it must hold, local memory, which
-/// nothing may touch whatever the log says of spills, and global data, which hashes of code leave out
+/// What is wrong with the machine code of a program: instructions that the main one must hold, local memory,
+/// which nothing may touch whatever the log says of spills, and global data, which hashes of code leave out
 /// ([`entry_codes`]). Without a disassembler the log's word is taken.
 fn machine_code_fault(spec: Option<&KernelSpec>, cubin: &[u8]) -> Result<Option<String>> {
     let Some(tool) = toolchain::find_tool("nvdisasm") else { return Ok(None) };
@@ -153,7 +169,8 @@ fn digits(hash: Sha256) -> String {
 /// # Errors
 /// Those of the spec.
 pub(super) fn tokens(unit: &Unit, headers: &Headers) -> Result<String> {
-    Ok(unit.source(headers)?.fingerprint()[..DIGITS].to_owned())
+    let programs = unit.programs(headers)?;
+    Ok(digest(&programs.iter().map(Source::fingerprint).collect::<Vec<_>>()))
 }
 
 /// The hash of what the library launches for a unit's cases, and the entries that it launches, with the

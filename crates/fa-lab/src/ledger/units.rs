@@ -88,6 +88,17 @@ impl Unit {
         })
     }
 
+    /// What is compiled of it, the main program first.
+    ///
+    /// # Errors
+    /// Those of the spec.
+    pub(super) fn programs(&self, headers: &Headers) -> Result<Vec<Source>> {
+        Ok(match &self.subject {
+            Subject::Attention(spec) => Source::programs(spec, self.arch, Some(smem_bytes(spec)), headers)?,
+            Subject::Append(_) | Subject::Merge => vec![self.source(headers)?],
+        })
+    }
+
     /// Its cases.
     pub fn cases(&self, extent: Extent) -> Vec<Case> {
         let of = |has: &dyn Fn(&Case) -> bool| {
