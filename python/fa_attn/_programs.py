@@ -388,6 +388,8 @@ def _check_derivative(function):
         own = [_traced(_OfFunction(function, back), "score", _SCORE, None, None) for back in (False, True)]
         reads = any(one.arrays or one.scalars for one in own)
         forward, backward = ([] if reads else one.evaluate(points) for one in own)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{function.__name__}: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise UnsupportedError(f"{_OF_FUNCTION}: {function.__name__} is none of one number") from error
     near = [

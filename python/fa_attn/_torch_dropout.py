@@ -49,6 +49,23 @@ def _(q, threshold, heads):
     return q.new_empty((3,), dtype=torch.int64)
 
 
+def _states(info, in_dims, q, threshold, heads):
+    """The states of a vmap's elements, as its `randomness` says."""
+    if info.randomness not in ("different", "same"):
+        raise InputError("dropout_p under torch.vmap: say randomness='different', or 'same' for all elements")
+    if info.batch_size == 0:
+        return torch.empty((0, 3), dtype=torch.int64, device=q.device), 0
+    q = q.select(in_dims[0], 0)
+    if info.randomness == "same":
+        return torch.ops.fa_attn.dropout_state(q, threshold, heads), None
+    states = [torch.ops.fa_attn.dropout_state(q, threshold, heads) for _ in range(info.batch_size)]
+    return torch.stack(states), 0
+
+
+if hasattr(torch.library, "register_vmap"):
+    torch.library.register_vmap("fa_attn::dropout_state", _states, lib=_LIBRARY)
+
+
 def kept(q, extents, threshold, rng_state):
     """The state of a call: torch's, or the caller's (seed, offset)."""
     if hasattr(q, "placements"):

@@ -505,11 +505,12 @@ def flex_attention(
 # log(n) of n equal scores, divided by it, is below the scores' own noise in 16 bits; exponents of scores up
 # to 2e4 stay within what kernels subtract exactly.
 _SHARPNESS = 65536.0
+_SHARPER = f"score = s * {_SHARPNESS};"
 
 
 def _max_scores(q, k, v, mods, scale):
     """The largest scores of queries: the LSE of scores so large that one alone counts."""
-    sharper = Modifications((f"score = s * {_SHARPNESS};",))
+    sharper = Modifications((_SHARPER,))
     mods = sharper if mods is None else mods.joined(sharper)
     with torch.no_grad():
         return _attention(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS

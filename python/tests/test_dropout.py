@@ -279,3 +279,25 @@ def test_a_gpus_generator_decides_and_graphs_draw_anew():
         graph.replay()
         made.append(out.clone())
     assert not torch.equal(*made) and all(x.isfinite().all() for x in made)
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "register_vmap"), reason="torch has no rules of vmap")
+def test_vmap_drops_as_its_randomness_says():
+    q = draw(1, 9, 2, 16).detach().expand(3, -1, -1, -1, -1)
+
+    def call(x):
+        return fa_attn.flash_attn_func(x, x, x, dropout_p=0.5)
+
+    def seeded(function):
+        torch.manual_seed(3)
+        return function()
+
+    one = seeded(lambda: call(q[0]))
+    same = seeded(lambda: torch.vmap(call, randomness="same")(q))
+    torch.testing.assert_close(same, one.expand_as(same))
+    each = seeded(lambda: torch.stack([call(x) for x in q]))
+    torch.testing.assert_close(seeded(lambda: torch.vmap(call, randomness="different")(q)), each)
+    assert not torch.equal(each[0], each[1])
+    assert torch.vmap(call, randomness="different")(q[:0]).shape == (0, *one.shape)
+    with pytest.raises(fa_attn.InputError, match="say randomness='different', or 'same'"):
+        torch.vmap(call)(q)

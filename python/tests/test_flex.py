@@ -331,6 +331,10 @@ def test_the_largest_scores_are_those_after_mask_and_change():
     alone = flex_attention(q, k, v, return_aux=fa_attn.flex.AuxRequest(max_scores=True))[1]
     assert alone.lse is None
     torch.testing.assert_close(alone.max_scores, (q @ k.mT).amax(-1) / math.sqrt(D), atol=2e-4, rtol=0)
+    # In a graph of any lengths.
+    graph = torch.compile(flex_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    again = graph(q, k, v, return_aux=fa_attn.flex.AuxRequest(max_scores=True))[1]
+    torch.testing.assert_close(again.max_scores, alone.max_scores)
 
 
 def test_what_torch_refuses_or_nothing_computes_is_an_error():

@@ -642,6 +642,16 @@ def test_functions_whose_backward_is_the_derivative_are_computed():
     # Operators by what they compute, not by their names.
     twice = Program.of_score(lambda s, b, h, q, k: torch.ops.fa_tests.exp(s) + doubled(s))
     assert twice.evaluate([(1.5, *(0,) * 8)])[0][1:] == (6.0, 4.0)
+    # Those that are no functions of Python, if they compute torch's of the same name.
+    with torch.library._scoped_library("fa_tests", "FRAGMENT") as library:
+        library.define("sigmoid(Tensor x) -> Tensor")
+        library.define("exp2(Tensor x) -> Tensor")
+        library.impl("sigmoid", lambda x: torch.sigmoid(x) * 1.0005, "CompositeExplicitAutograd")
+        library.impl("exp2", lambda x: torch.exp2(x) * 1.05, "CompositeExplicitAutograd")
+        rough = Program.of_score(lambda s, b, h, q, k: torch.ops.fa_tests.sigmoid(s))
+        assert rough.text == Program.of_score(lambda s, b, h, q, k: torch.sigmoid(s)).text
+        with pytest.raises(fa_attn.UnsupportedError, match="fa_tests::exp2, which is no function of Python"):
+            Program.of_score(lambda s, b, h, q, k: torch.ops.fa_tests.exp2(s))
     aten = Program.of_score(lambda s, b, h, q, k: torch.ops.aten.tanh.default(s))
     assert aten.text == Program.of_score(lambda s, b, h, q, k: torch.tanh(s)).text
 
