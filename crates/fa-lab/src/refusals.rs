@@ -172,12 +172,8 @@ fn refusals_of(judged: &[Judged]) -> Vec<Refusal> {
 }
 
 /// All values that a parameter may have: it tells nothing then.
-const WHOLE: [&[&str]; 4] = [
-    &["false", "true"],
-    &["bf16", "f16"],
-    &["causal", "full", "window"],
-    &["e4m3", "e5m2", "int8", NO_CODES],
-];
+const WHOLE: [&[&str]; 4] =
+    [&["false", "true"], &["bf16", "f16"], &["causal", "full", "window"], &["e4m3", "int8", NO_CODES]];
 
 /// Fewer refusals that cover the same: of those that differ in one parameter one with all values.
 fn merged(mut refusals: Vec<Refusal>) -> Vec<Refusal> {

@@ -56,7 +56,7 @@ fn wide() -> Vec<Case> {
     let types = [TYPES, [INT4[0], INT4[1], E5M2[0], E5M2[1]]].concat();
     let latent = |turn: usize| {
         of(&types, turn, 576)
-            .with_heads([16, 128, 8][turn % 3], 1)
+            .with_heads([16, 32, 8][turn % 3], 1)
             .with_head_dim_v(512)
             .with_latent(true)
             .with_softmax_scale(Some(0.07))
