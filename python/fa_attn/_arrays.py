@@ -172,7 +172,7 @@ class Arrays(Latents):
     def bits(self, array):
         """Codes as bytes."""
         name = getattr(array.dtype, "name", None) or str(array.dtype)
-        return array.view("uint8") if name == "float8_e4m3fn" else array
+        return array.view("uint8") if name in ("float8_e4m3fn", "float8_e5m2") else array
 
     def out_of_codes(self, array):
         """The type of out where q is codes: FlashAttention's where there is such a type."""

@@ -1,6 +1,6 @@
 """K and V in codes, and Q beside them: which arrays hold codes, the forms of descales, and the quantisers.
 
-A value is its code (an e4m3 number, or an integer of 8 bits or 4) times a descale: `k_descale` and
+A value is its code (an e4m3 or e5m2 number, or an integer of 8 bits or 4) times a descale: `k_descale` and
 `v_descale`, float32, of the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv),
 or one for each row of each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
 is the batch, else (total_k, heads_kv). Where q holds e4m3 codes as well, `q_descale` is of the same shapes but
@@ -27,14 +27,16 @@ _ASKED = {
     "int8": "int8",
     "int8_per_token_head": "int8",
     "float8_e4m3fn": "e4m3",
+    "fp8_e5m2": "e5m2",
+    "float8_e5m2": "e5m2",
     "int4": "int4",
 }
 # Types without codes, which say what the arrays do.
 _NUMBERS = ("float16", "bfloat16", "float32")
 # Codes by the types of arrays.
-_HELD = {"float8_e4m3fn": "e4m3", "int8": "int8"}
+_HELD = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 # The largest number of each.
-_LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
@@ -123,15 +125,17 @@ def _codes_of(name, x, asked):
     """The codes that an array holds; None for numbers."""
     held = _type_of(x)
     if held == "uint8":
-        if asked in ("e4m3", "int4"):
+        if asked in ("e4m3", "e5m2", "int4"):
             return asked
         raise UnsupportedError(
             f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it "
-            "as float8_e4m3fn; where they are two codes of int4 each give kv_cache_dtype='int4'"
+            "as float8_e4m3fn; of e5m2 'fp8_e5m2'; where they are two codes of int4 each give "
+            "kv_cache_dtype='int4'"
         )
     if held.startswith("float8") and held not in _HELD:
         raise UnsupportedError(
-            f"{name} holds {held}: K and V in codes are float8_e4m3fn, int8, or uint8 with kv_cache_dtype"
+            f"{name} holds {held}: K and V in codes are float8_e4m3fn, float8_e5m2, int8, or uint8 "
+            "with kv_cache_dtype"
         )
     own = _HELD.get(held)
     if asked is not None and own != asked:
@@ -173,8 +177,11 @@ def coded(
     held = _type_of(q)
     is_fp8 = holds_codes(q)
     if is_fp8:
-        if held == "int8":
-            raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")
+        if held in ("int8", "float8_e5m2") or asked == "e5m2":
+            raise UnsupportedError(
+                f"q holds {held}, k and v {asked or _type_of(k)}: q of 8 bits is float8_e4m3fn, with k and v "
+                "like it; beside others give q in 16 bits"
+            )
         if asked == "int4":
             raise UnsupportedError(f"q holds {held}: beside k and v in int4 it is of 16 bits, or float32")
         if not codes == other == _codes_of("q", q, asked):
@@ -220,7 +227,12 @@ def joining(q, k, v, descales, numbers):
         if not holds_codes(x):
             continue
         held = _type_of(x)
-        kinds = {"e4m3": ("float8_e4m3fn", "uint8"), "int8": ("int8",), "int4": ("uint8",)}
+        kinds = {
+            "e4m3": ("float8_e4m3fn", "uint8"),
+            "e5m2": ("float8_e5m2", "uint8"),
+            "int8": ("int8",),
+            "int4": ("uint8",),
+        }
         if held not in kinds[numbers.kv_dtype]:
             need = f"codes of {kinds[numbers.kv_dtype][0]}, or values of 16 bits"
             raise InputError(f"{name} holds {held} and {name}_cache codes of {numbers.kv_dtype}: give {need}")
@@ -233,6 +245,8 @@ def joining(q, k, v, descales, numbers):
         rows[at] = of_library.decoded(x, None, wide, numbers.kv_dtype)
         descales[at] = None
     if holds_codes(q):
+        if _type_of(q) not in ("float8_e4m3fn", "uint8"):
+            raise UnsupportedError(f"q holds {_type_of(q)}: q of 8 bits is float8_e4m3fn, give it in 16 bits")
         q = face_of(q).codes.decoded(q, None, rows[0].dtype, "e4m3")
     return (q, *rows, descales)
 
@@ -282,20 +296,21 @@ def is_per_row(x):
 
 def quantize_kv(
     x: A,
-    dtype: Literal["e4m3", "int8", "int4"] = "e4m3",
+    dtype: Literal["e4m3", "int8", "int4", "e5m2"] = "e4m3",
     per: Literal["tensor", "head", "sequence_head", "token_head"] = "head",
     descale: Optional[Array] = None,
 ) -> Tuple[Any, Any]:
     """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim),
     or in pages (pages, page, heads, head_dim).
 
-    `per`: which values share a descale, amax / 448 of e4m3, amax / 127 of int8 and amax / 7 of int4 (at least
-    the smallest normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`:
-    descales to use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped
-    and rounded to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in
-    integers. Codes are float8_e4m3fn or int8 for torch and jax, else numpy's uint8 (the bits of e4m3; give the
-    functions kv_cache_dtype='fp8_e4m3') or int8; of int4 uint8 with half as many columns, two codes to a byte,
-    the first in the lower half (give the functions kv_cache_dtype='int4').
+    `per`: which values share a descale, amax / 448 of e4m3, amax / 57344 of e5m2, amax / 127 of int8 and
+    amax / 7 of int4 (at least the smallest normal number): all, those of a head, of a sequence and head, or
+    of a row and head. `descale`: descales to use instead, of a shape that the functions take. Values are
+    multiplied by 1 / descale, clamped and rounded to nearest even; infinities become the largest code; NaN
+    stays NaN in e4m3 and e5m2, and becomes 0 in integers. Codes are float8_e4m3fn, float8_e5m2 or int8 for
+    torch and jax, else numpy's uint8 (the bits; give the functions kv_cache_dtype='fp8_e4m3' or 'fp8_e5m2')
+    or int8; of int4 uint8 with half as many columns, two codes to a byte, the first in the lower half (give
+    the functions kv_cache_dtype='int4').
     """
     codes = one_of("dtype", dtype, tuple(_LARGEST))
     rows = len(array("x", x).shape)
@@ -322,14 +337,14 @@ def dequantize_kv(
     codes: A,
     descale: Optional[Array] = None,
     dtype: Any = None,
-    kv_dtype: Literal["e4m3", "int8", "int4", None] = None,
+    kv_dtype: Literal["e4m3", "int8", "int4", "e5m2", None] = None,
 ) -> Any:
-    """The values of codes as `quantize_kv` gives them: float32, or of `dtype`. uint8 is read as e4m3, or with
-    kv_dtype='int4' as two codes to a byte."""
+    """The values of codes as `quantize_kv` gives them: float32, or of `dtype`. uint8 is read as e4m3, with
+    kv_dtype='e5m2' as that, or with kv_dtype='int4' as two codes to a byte."""
     held = _type_of(array("codes", codes))
-    known = ("e4m3", "int4") if held == "uint8" else (_HELD.get(held),)
+    known = ("e4m3", "e5m2", "int4") if held == "uint8" else (_HELD.get(held),)
     if None in known:
-        need = "uint8 (the bits of e4m3, or two codes of int4), float8_e4m3fn or int8"
+        need = "uint8 (the bits of e4m3 or e5m2, or two codes of int4), float8_e4m3fn, float8_e5m2 or int8"
         raise InputError(f"codes holds {codes.dtype}: it must be {need}")
     kind = known[0] if kv_dtype is None else one_of("kv_dtype", kv_dtype, tuple(_LARGEST))
     if kind not in known:

@@ -83,7 +83,8 @@ def caches_of(cache, layout):
         if not isinstance(x, torch.Tensor) or x.dim() not in (3, 4):
             raise InputError(f"{name} of paged_kv_cache must be a tensor of (pages, page, heads, head_dim)")
         if x.dtype is torch.uint8:
-            raise UnsupportedError(f"{name} of uint8 (NVFP4): caches are of 16 bits or float8_e4m3fn")
+            need = "caches are of 16 bits, float8_e4m3fn or float8_e5m2"
+            raise UnsupportedError(f"{name} of uint8 (NVFP4): {need}")
     return tuple(by_rows(x, layout) if x.dim() == 4 else x.unsqueeze(1) for x in cache)
 
 

@@ -85,8 +85,8 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
     ) -> Any:
         """out (queries, heads, latents), with `return_lse` (out, lse), in base e with `return_lse_base_on_e`.
         q_nope (queries, heads, latents), q_pe (queries, heads, rotary columns), ckv_cache (pages, page,
-        latents), kpe_cache (pages, page, rotary columns); caches of float8_e4m3fn are multiplied by
-        `ckv_scale` and `kpe_scale`."""
+        latents), kpe_cache (pages, page, rotary columns); caches of float8_e4m3fn, or float8_e5m2, are
+        multiplied by `ckv_scale` and `kpe_scale`."""
         refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         v, k = ckv_cache.unsqueeze(-2), kpe_cache.unsqueeze(-2)
         self._check(q_nope, v, ("q_nope", "ckv_cache"))
@@ -95,7 +95,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
                 raise InputError(f"{name}.dtype is {x.dtype}: it must be {like.dtype}")
         scales, has_codes = (kpe_scale, ckv_scale), ckv_cache.dtype.itemsize == 1
         if any((scale is not None) != has_codes for scale in scales):
-            need = "both belong to caches of float8_e4m3fn" if has_codes else "leave them out"
+            need = "both belong to caches of codes" if has_codes else "leave them out"
             raise InputError(
                 f"ckv_scale is {ckv_scale} and kpe_scale {kpe_scale} with caches of {ckv_cache.dtype}: {need}"
             )

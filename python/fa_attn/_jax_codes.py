@@ -9,6 +9,8 @@ from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = jnp.float16
+# Codes that are numbers of jax's.
+_FLOATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def quantized(x, codes, largest, axes, descale):
@@ -24,8 +26,8 @@ def quantized(x, codes, largest, axes, descale):
     factor = _beside(descale, values)
     inverse = jnp.clip(1.0 / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     values = jnp.clip(values * jnp.where(factor == 0, 0.0, inverse), -largest, largest)
-    if codes == "e4m3":
-        return values.astype(jnp.float8_e4m3fn), descale
+    if codes in _FLOATS:
+        return values.astype(_FLOATS[codes]), descale
     values = jnp.round(jnp.where(jnp.isnan(values), 0.0, values)).astype(jnp.int8)
     if codes == "int4":
         values = (values[..., ::2] & 15 | values[..., 1::2] << 4).view(jnp.uint8)
@@ -44,7 +46,7 @@ def decoded(codes, descale, dtype, kind):
         upper = codes.view(jnp.int8)
         codes = jnp.stack((upper << 4, upper), -1).reshape(*codes.shape[:-1], -1) >> 4
     elif codes.dtype == jnp.uint8:
-        codes = codes.view(jnp.float8_e4m3fn)
+        codes = codes.view(_FLOATS[kind])
     values = codes.astype(jnp.float32)
     if descale is not None:
         values = values * _beside(descale, codes)

@@ -51,7 +51,13 @@ def decoded(codes, descale, dtype, kind):
     if kind == "int4":
         upper = codes.view(np.int8)
         codes = np.stack((upper << 4, upper), -1).reshape(*codes.shape[:-1], -1) >> 4
-    values = E4M3[codes.view(np.uint8)] if kind == "e4m3" else codes.astype(np.float32)
+    if kind == "e4m3":
+        values = E4M3[codes.view(np.uint8)]
+    elif kind == "e5m2":
+        # The upper byte of float16.
+        values = (codes.view(np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    else:
+        values = codes.astype(np.float32)
     if descale is not None:
         values = values * _floats("descale", descale).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.astype(dtype)

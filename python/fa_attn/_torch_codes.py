@@ -10,6 +10,8 @@ from ._torch_memory import FLOAT, PLAIN, check_tensor, is_compiling, is_recorded
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = torch.float16
+# Codes that are numbers of torch's.
+FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def quantized(x, codes, largest, axes, descale):
@@ -27,8 +29,8 @@ def quantized(x, codes, largest, axes, descale):
     factor = descale.detach().to(FLOAT).reshape(broadcast_shape(descale, x))
     factor = torch.where(factor == 0, 0.0, (1.0 / factor).clamp(-_LARGEST_FLOAT, _LARGEST_FLOAT))
     values = (values * factor).clamp(-largest, largest)
-    if codes == "e4m3":
-        return values.to(torch.float8_e4m3fn), descale
+    if codes in FLOATS:
+        return values.to(FLOATS[codes]), descale
     values = values.nan_to_num(0.0).round().to(torch.int8)
     if codes == "int4":
         values = (values[..., ::2] & 15 | values[..., 1::2] << 4).view(torch.uint8)
@@ -41,7 +43,7 @@ def decoded(codes, descale, dtype, kind):
         upper = codes.view(torch.int8)
         codes = torch.stack((upper << 4, upper), -1).flatten(-2) >> 4
     elif codes.dtype is torch.uint8:
-        codes = codes.view(torch.float8_e4m3fn)
+        codes = codes.view(FLOATS[kind])
     values = codes.to(FLOAT)
     if descale is not None:
         check_tensor("descale", descale)

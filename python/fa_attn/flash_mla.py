@@ -10,9 +10,10 @@ numpy, torch and other libraries, of float16 and bfloat16, on the CPU also float
 
 On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,
 nothing is read on the host, and calls can be captured; other GPUs have no such kernel, and an error says so.
-Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`) are first copied
-by the array library's operations as numbers of q's type, once for each token that sees them, or all of a
-small cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
+Rows that `indices` names are pages of one row. Rows of codes alone (`is_fp8_kvcache`, a byte for each column)
+are read where they lie as well. Packed rows with scales of their own are first copied by the array library's
+operations as numbers of q's type, once for each token that sees them, or all of a small cache: of 656 bytes
+read 1152 are written and read again, beside float32 numbers in between.
 
 >>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 >>> meta, _ = get_mla_metadata()
@@ -22,6 +23,7 @@ small cache: of 656 bytes read 1152 are written and read again, beside float32 n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
@@ -42,6 +44,7 @@ from ._faces import face_of
 from ._latents import ROOM
 from ._merging import merge
 from ._options import call_options, extras_of
+from ._packed_rows import one_number
 from ._types import A, Array
 
 __all__ = [
@@ -113,12 +116,12 @@ def flash_mla_with_kvcache(
     second cache and the rows that each token sees of it. `attn_sink`: float32 (heads_q,), a logit that joins
     the denominators of out, not lse.
 
-    `is_fp8_kvcache`: the caches are bytes (float8_e4m3fn or uint8) of packed rows, in one of three forms. 656
+    `is_fp8_kvcache`: the caches are bytes (float8_e4m3fn or uint8) of rows, in one of three forms. 656
     bytes (DeepSeek-V3.2): 512 codes, a float32 scale for each 128 of them, 64 bfloat16. 584 (V4, whose 512
     columns are all values): for the rows of a page 448 codes and 64 bfloat16 each, then for each row 7 scales
-    in e8m0, of 64 codes, and a byte that is not used. 576: codes alone, times `descale_k`, float32 of one
-    element; q may then be codes, too, times `descale_q`, and out is bfloat16, beside other arrays than torch's
-    in uint8 float32.
+    in e8m0, of 64 codes, and a byte that is not used. As many as q has columns: codes alone (of a cache of
+    float8_e5m2 those), times `descale_k`, float32 of one element; q may then be codes of e4m3, too, times
+    `descale_q`, and out is bfloat16, beside other arrays than torch's in uint8 float32.
 
     `cu_seqlens_q`: int32 (batch + 1,), where each sequence's tokens begin in a q (total_q, heads_q, head_dim),
     as in prefill by chunks; `max_seqlen_q`: an upper bound on their numbers. out is then (total_q, heads_q,
@@ -140,9 +143,14 @@ def flash_mla_with_kvcache(
     if not isinstance(metadata, FlashMLASchedMeta):
         kind = type(metadata).__name__
         raise InputTypeError(f"tile_scheduler_metadata is {kind}: it must be what get_mla_metadata gives")
-    packed = face.packed_rows("k_cache", k_cache, q.dtype, descale_k) if is_packed else None
-    columns = _columns(q, k_cache if packed is None else packed, "k_cache", head_dim_v)
     numbers = _numbers(softmax_scale, q, causal)
+    codes = _codes_alone(q, k_cache) if is_packed else None
+    packed, descales = None, {}
+    if codes is not None:
+        numbers, descales = numbers._replace(kv_dtype=codes), _descales(face, k_cache, descale_k)
+    elif is_packed:
+        packed = face.packed_rows("k_cache", k_cache, q.dtype, descale_k)
+    columns = _columns(q, k_cache if packed is None else packed, "k_cache", head_dim_v, codes)
     metadata.check(
         batch=batch,
         seqlen_q=longest,
@@ -153,7 +161,7 @@ def flash_mla_with_kvcache(
         topk=None if indices is None else indices.shape[-1],
     )
     tokens, cache = _without_gradients(face, q=q, k_cache=k_cache)
-    cache = cache if packed is None else packed
+    cache = (cache if codes is None else face.bits(cache)) if packed is None else packed
     if indices is None:
         of_indices = {
             "extra_k_cache": extra_k_cache,
@@ -168,22 +176,28 @@ def flash_mla_with_kvcache(
             raise InputError("block_table and cache_seqlens are missing: give both, or indices")
         lengths_of("cache_seqlens", cache_seqlens, batch)
         table = face.contiguous(array("block_table", block_table))
-        sequences = extras_of(cu_seqlens_q=cu_seqlens_q, seqused_k=cache_seqlens, max_seqlen_q=longest)
+        sequences = extras_of(
+            cu_seqlens_q=cu_seqlens_q, seqused_k=cache_seqlens, max_seqlen_q=longest, **descales
+        )
         made, lse = _on_pages(face, tokens, cache, columns, numbers, table, sequences, metadata.plans)
     else:
         if numbers.causal:
             raise InputError("causal with indices: they say which rows a token sees, leave it out")
-        made, lse = _on_indices(face, tokens, cache, columns, numbers, "indices", indices, topk_length)
+        named = ("indices", indices, topk_length)
+        made, lse = _on_indices(face, tokens, cache, columns, numbers, named, descales)
         if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
             raise InputError("extra_k_cache and extra_indices_in_kvcache belong together: give both")
         if extra_k_cache is not None:
             _check_axes("extra_k_cache", extra_k_cache, 4, "(pages, page, heads, head_dim)")
             (cache,) = _without_gradients(face, extra_k_cache=extra_k_cache)
-            if is_packed:
+            more_codes = _codes_alone(q, extra_k_cache) if is_packed else None
+            if is_packed and more_codes is None:
                 cache = face.packed_rows("extra_k_cache", extra_k_cache, q.dtype, None)
-            _columns(q, cache, "extra_k_cache", head_dim_v)
+            _columns(q, cache, "extra_k_cache", head_dim_v, more_codes)
+            cache = cache if more_codes is None else face.bits(cache)
             named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
-            more, more_lse = _on_indices(face, tokens, cache, columns, numbers, *named)
+            of_more = numbers._replace(kv_dtype=more_codes)
+            more, more_lse = _on_indices(face, tokens, cache, columns, of_more, named, {})
             # The sink comes after: rounded once.
             made, lse = merge([made, more], [lse, more_lse], dtype=None if attn_sink is None else lse.dtype)
             made, lse = _finished(face, made, lse, attn_sink, more)
@@ -227,7 +241,7 @@ def flash_mla_sparse_fwd(
     tokens, rows = _without_gradients(face, q=q, kv=kv)
     of_tokens: Any = indices
     named = ("indices", of_tokens, topk_length)
-    made, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
+    made, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, named)
     made, lse = _finished(face, made, lse, attn_sink, made)
     largest = None
     if flag("return_max_logits", return_max_logits):
@@ -238,7 +252,7 @@ def flash_mla_sparse_fwd(
     if not first:
         return results
     named = ("indices", of_tokens[..., :first], topk_length)
-    _, of_first = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
+    _, of_first = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, named)
     return (*results, face.without_blind(of_first)[..., 0])
 
 
@@ -326,11 +340,27 @@ def _check_axes(name, value, axes, need):
         raise InputError(f"{name} has the shape {tuple(value.shape)}: it must be {need}")
 
 
-def _columns(q, cache, name, head_dim_v):
+def _codes_alone(q, cache):
+    """The codes of a cache whose rows have nothing else, a byte for each column of q; None for others."""
+    held = str(cache.dtype).rpartition(".")[2]
+    known = {"float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2"}
+    return known.get(held) if cache.shape[-1] == q.shape[-1] else None
+
+
+def _descales(face, cache, descale):
+    """The descales of keys and values, which are one number."""
+    if descale is None:
+        return {}
+    one_number("descale_k", str(array("descale_k", descale).dtype), descale.shape, math.prod(descale.shape))
+    of_heads = face.expanded(descale.reshape(1), (cache.shape[2],))
+    return {"k_descale": of_heads, "v_descale": of_heads}
+
+
+def _columns(q, cache, name, head_dim_v, codes=None):
     """The columns of a row that are its value."""
     columns = count("head_dim_v", head_dim_v, 1)
     head_dim = q.shape[-1]
-    if holds_codes(cache):
+    if codes is None and holds_codes(cache):
         raise InputError(f"{name} holds {cache.dtype}: rows of codes need is_fp8_kvcache=True")
     if cache.shape[-1] != head_dim:
         raise InputError(f"{name} has rows of {cache.shape[-1]} columns and q of {head_dim}: as many")
@@ -364,8 +394,10 @@ def _on_pages(face, q, cache, columns, numbers, table, sequences, plans):
     return face.attention(q, cache[..., columns:], cache[..., :columns], numbers, extras, plans)
 
 
-def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
-    """(out, lse) of each token on the rows of its own: a sequence of one query, with pages of one row."""
+def _on_indices(face, q, cache, columns, numbers, named, descales=None):
+    """(out, lse) of each token on the rows of its own: a sequence of one query, with pages of one row.
+    `named`: the argument's name, indices and lengths."""
+    name, indices, lengths = named
     batch, rows, heads, head_dim = q.shape
     indices = array(name, indices)
     if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (batch, rows):
@@ -373,10 +405,10 @@ def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
     if lengths is not None:
         lengths_of("topk_length", lengths, batch)
         lengths = face.repeated(lengths, rows)
-    named = indices.reshape(batch * rows, indices.shape[2])
-    table, used = face.chosen(named, cache.shape[0] * cache.shape[1], lengths)
+    chosen = indices.reshape(batch * rows, indices.shape[2])
+    table, used = face.chosen(chosen, cache.shape[0] * cache.shape[1], lengths)
     alone = q.reshape(batch * rows, 1, heads, head_dim)
-    sequences = extras_of(seqused_k=used, max_seqlen_q=1)
+    sequences = extras_of(seqused_k=used, max_seqlen_q=1, **(descales or {}))
     if _is_unpacked_in_parts(cache, q, table.shape[0] * table.shape[1]):
         out, lse = _in_parts(face, alone, cache, columns, numbers, table, sequences)
     else:

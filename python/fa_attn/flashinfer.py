@@ -16,8 +16,8 @@ buffer is up to 4 Mi, and else at least the buffer's even share. What lies in bu
 called, not later.
 
 `pos_encoding_mode`: 'ALIBI' is a score function; 'ROPE_LLAMA' turns q and a packed copy of the keys by
-torch's operations in each call. Caches are of q's type or float8_e4m3fn; factors (`k_scale`, `v_scale`, ..)
-are numbers or tensors of one element.
+torch's operations in each call. Caches are of q's type, float8_e4m3fn or float8_e5m2; factors (`k_scale`,
+`v_scale`, ..) are numbers or tensors of one element.
 
 Accepted and not needed: workspaces, `backend`, `use_tensor_cores`, `use_fp16_qk_reduction`, `enable_pdl`,
 `non_blocking`, `use_profiler`, and lengths and tables that repeat the starts (`seq_lens`, `block_tables`,

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["dot_product_attention", "flash_attn_func", "flash_attn_varlen_func"]
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA"}
+# Types of codes, which calls take as bytes.
+_CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _FORWARD, _BACKWARD = "fa_attn_forward", "fa_attn_backward"
 
 
@@ -281,7 +283,7 @@ def _attention_of(call: _Call, rank: int, is_divided: bool) -> Any:
 
 def _as_bytes(x: Any) -> Any:
     """Codes as bytes, not before they are within a function whose gradients are refused."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in _CODES else x
 
 
 def _given(gradient: Any) -> Any:
@@ -448,7 +450,7 @@ def traced_merge(outs: Any, lses: Any, sinks: Any, dtype: Any) -> Tuple[Any, Any
 
 def _stand_in(x: Any) -> Any:
     """An array of the shape and the type, without memory of its own."""
-    dtype = np.uint8 if x.dtype == jnp.float8_e4m3fn else x.dtype
+    dtype = np.uint8 if x.dtype in _CODES else x.dtype
     return np.broadcast_to(np.zeros((), dtype), x.shape)
 
 

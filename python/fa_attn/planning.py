@@ -104,7 +104,7 @@ def problem(
     `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
     `fa` takes them: "32:8", "192:128" (or "192-128"), "1x8192". `dtype`: f32, f16 or bf16, or e4m3 of q, k and
     v, also by the names of numpy and torch or as their types; out is then `out_dtype`, bf16 unless said.
-    `kv_dtype`: e4m3, int8 or int4 of k and v alone. `descales`: what shares a descale, "none", "head",
+    `kv_dtype`: e4m3, e5m2, int8 or int4 of k and v alone. `descales`: what shares a descale, "none", "head",
     "sequence_head" or, of k and v, "token_head": one for all, or a dict by "q", "k" and "v". `query_offset`:
     keys by which queries lie right of the bottom-right alignment. `alibi`: "per_head" or "per_sequence_head".
     `latent`: whether v is the first columns of each key, of which k has the others (MLA); `softmax_scale` is
@@ -204,8 +204,9 @@ _NAMES = {
     "e4m3": ("e4m3", "float8_e4m3fn", "fp8", "fp8_e4m3"),
     "int8": ("int8",),
     "int4": ("int4",),
+    "e5m2": ("e5m2", "float8_e5m2", "fp8_e5m2"),
 }
-_COMPUTED, _CODES = ("f32", "f16", "bf16"), ("e4m3", "int8", "int4")
+_COMPUTED, _CODES = ("f32", "f16", "bf16"), ("e4m3", "int8", "int4", "e5m2")
 
 
 def _dtype(argument, value, known):
@@ -330,8 +331,8 @@ class Kernels:
 
     `device`: "cpu", "cuda" or "cuda:1". `forward` and `backward` take arrays of the problem's shapes, and by
     name the other arrays that the problem has: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-    alibi_slopes, sinks, and of codes q_descale, k_descale, v_descale. k and v in codes are float8_e4m3fn (or
-    the bytes, uint8), int8, or of int4 uint8 with half as many columns.
+    alibi_slopes, sinks, and of codes q_descale, k_descale, v_descale. k and v in codes are float8_e4m3fn or
+    float8_e5m2 (or the bytes, uint8), int8, or of int4 uint8 with half as many columns.
     """
 
     @renamed(given="problem")
@@ -414,7 +415,7 @@ class Kernels:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
         for name, x, own in (("q", q, bound["dtype"]), ("k", k, self._codes), ("v", v, self._codes)):
             held = str(x.dtype).rpartition(".")[2]
-            known = {"e4m3": (*_NAMES["e4m3"], "uint8"), "int4": ("uint8",)}
+            known = {kind: (*_NAMES[kind], "uint8") for kind in ("e4m3", "e5m2")} | {"int4": ("uint8",)}
             if own is not None and held not in known.get(own, _NAMES[own]):
                 raise _core.InputError(f"{name} holds {x.dtype}: bound is {own}")
         if hasattr(q, "__dlpack_device__"):
@@ -435,7 +436,7 @@ class Kernels:
         """(out, lse)."""
         extras, options = self._extras(q, k, v, tensors), self._options
         if self._codes is not None:
-            asked = {"e4m3": "fp8_e4m3"}.get(self._codes, self._codes)
+            asked = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}.get(self._codes, self._codes)
             face = face_of(q)
             q, k, v, coded_tensors, options, _ = coded(
                 q, k, v, tensors, options, asked, tensors.get("cu_seqlens_q"), is_cache=True

@@ -156,10 +156,10 @@ def flash_attn_with_kvcache(
     paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.
     `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. `qv`: see the module; q
     and k_cache are then of the rotary columns, v_cache of the latents, by which an MLA model decodes. A cache
-    of codes (float8_e4m3fn, int8, int4) beside q, k and v of 16: new rows are quantised by `k_descale` and
-    `v_descale`, as `quantize_kv` does; descales for each row, in the shape of the cache without its last axis,
-    are written with the rows; k and v that are codes join it as they are. Returns out; with
-    `return_softmax_lse` (out, lse). There are no gradients.
+    of codes (float8_e4m3fn, float8_e5m2, int8, int4) beside q, k and v of 16: new rows are quantised by
+    `k_descale` and `v_descale`, as `quantize_kv` does; descales for each row, in the shape of the cache
+    without its last axis, are written with the rows; k and v that are codes join it as they are. Returns out;
+    with `return_softmax_lse` (out, lse). There are no gradients.
     """
     face = face_of(q)
     made = face.plain_attention(

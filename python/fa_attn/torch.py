@@ -322,16 +322,17 @@ def check(q, k, v, options, extras, out):
 def bits(tensor):
     """Codes as bytes."""
     check_tensor("q, k or v", tensor)
-    if tensor.dtype is not torch.float8_e4m3fn:
+    if tensor.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         return tensor
     try:
         return tensor.detach().view(torch.uint8)
     except RuntimeError as error:
         if not is_transforming():
             raise
+        held = str(tensor.dtype).rpartition(".")[2]
         raise _core.UnsupportedError(
-            "torch.vmap of float8_e4m3fn: torch has no view of it as bytes, give .view(torch.uint8) of q, k "
-            "and v to vmap, and kv_cache_dtype='fp8_e4m3'"
+            f"torch.vmap of {held}: torch has no view of it as bytes, give .view(torch.uint8) of q, k and v "
+            "to vmap, and kv_cache_dtype='fp8_e4m3' or 'fp8_e5m2'"
         ) from error
 
 

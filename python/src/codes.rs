@@ -9,12 +9,12 @@ use crate::error::InputError;
 use crate::given::words;
 use crate::slices::{floats, slice_mut};
 
-/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes. `kind` is e4m3, int8, or
-/// int4, of which a byte holds two.
+/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes. `kind` is e4m3, int8,
+/// e5m2, or int4, of which a byte holds two.
 #[pyfunction]
 pub(crate) fn encode(values: &Bound<'_, PyAny>, codes: &Bound<'_, PyAny>, kind: &str) -> PyResult<()> {
     let kind = kind.parse::<Dtype>().ok().and_then(Codes::of);
-    let kind = kind.ok_or_else(|| InputError::new_err("the codes must be e4m3, int8 or int4"))?;
+    let kind = kind.ok_or_else(|| InputError::new_err("the codes must be e4m3, int8, int4 or e5m2"))?;
     let values = words("x", values, None, Type::F32)?;
     let codes = View::of("codes", codes, None)?;
     for (name, view) in [("x", &values), ("codes", &codes)] {

@@ -52,8 +52,8 @@ pub(crate) enum Type {
     F16,
     Bf16,
     I32,
-    /// The bits of e4m3 codes: uint8 as well, whose bytes may also be two codes of int4 each; the package has
-    /// checked what is meant.
+    /// The bits of e4m3 codes: uint8 as well, whose bytes may also be codes of e5m2, or two of int4 each; the
+    /// package has checked what is meant.
     E4m3,
     /// Codes of int8.
     I8,

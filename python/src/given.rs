@@ -205,10 +205,10 @@ pub(crate) fn dtype_of_kv(name: &str, view: &View<'_>) -> PyResult<Dtype> {
     }
 }
 
-/// The type of K and V of this type where a call names it: bytes that are read as e4m3 may hold int4.
+/// The type of K and V of this type where a call names it: bytes that are read as e4m3 may hold int4 or e5m2.
 pub(crate) fn named_codes(kv: Dtype, named: Option<Dtype>) -> Dtype {
     match (kv, named) {
-        (Dtype::E4m3, Some(Dtype::Int4)) => Dtype::Int4,
+        (Dtype::E4m3, Some(codes @ (Dtype::Int4 | Dtype::E5m2))) => codes,
         (kv, _) => kv,
     }
 }

@@ -61,7 +61,7 @@ pub(crate) fn run(
         Dtype::F32 => run_in::<f32>(py, given, problem, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, problem, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, problem, &call, to),
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
             Err(InputError::new_err(format!("nothing computes in {dtype}")))
         }
     }
@@ -147,7 +147,9 @@ pub(crate) fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> 
         Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
         // The append itself refuses the other.
-        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => append_in::<bf16>(py, append, arrays),
+        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+            append_in::<bf16>(py, append, arrays)
+        }
     }
 }
 

@@ -108,7 +108,9 @@ impl Merged<'_> {
         match problem.part {
             Dtype::F32 => self.of_parts::<f32>(py, problem),
             Dtype::F16 => self.of_parts::<f16>(py, problem),
-            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => self.of_parts::<bf16>(py, problem),
+            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                self.of_parts::<bf16>(py, problem)
+            }
         }
     }
 
@@ -116,7 +118,7 @@ impl Merged<'_> {
         match problem.out {
             Dtype::F32 => self.into::<P, f32>(py),
             Dtype::F16 => self.into::<P, f16>(py),
-            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => self.into::<P, bf16>(py),
+            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => self.into::<P, bf16>(py),
         }
     }
 

@@ -8,10 +8,10 @@ import pytest
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
-KINDS = ("e4m3", "int8", "int4")
+KINDS = ("e4m3", "e5m2", "int8", "int4")
 PER = ("tensor", "head", "sequence_head", "token_head")
 # What a call says of bytes: of numpy's, and of int4 of torch's as well.
-ASKED = {"e4m3": "fp8_e4m3", "int8": None, "int4": "int4"}
+ASKED = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": None, "int4": "int4"}
 
 
 def normal(*shape, seed=0):
@@ -64,7 +64,8 @@ def test_quantised_values_are_within_half_a_step(library, kind, per):
     codes, descale, values, _ = given(library, kind, x, per)
     shapes = {"tensor": (1,), "head": (3,), "sequence_head": (2, 3), "token_head": (2, 5, 3)}
     assert tuple(descale.shape) == shapes[per]
-    step = np.abs(x) / 16 + 1e-3 if kind == "e4m3" else as_numpy(descale).max() / 2
+    share = {"e4m3": 1 / 16, "e5m2": 1 / 8}.get(kind)
+    step = as_numpy(descale).max() / 2 if share is None else np.abs(x) * share + 1e-3
     assert (np.abs(values - x) <= step * 1.001).all()
     # With the descales given, the codes are the same.
     again, _ = fa_attn.quantize_kv(as_array(library, x), kind, descale=descale)
@@ -88,6 +89,19 @@ def test_torch_and_numpy_quantise_to_the_same_codes(kind):
     # pytorch#150756: what torch's own cast makes NaN saturates, and NaN stays.
     if kind == "e4m3":
         assert list(ours.reshape(-1)[2:10]) == [0x7E] * 6 + [0xFE, 0x7F]
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_all_codes_of_e5m2_are_the_upper_bytes_of_float16(library):
+    bits = np.arange(256, dtype=np.uint8)
+    values = as_numpy(fa_attn.dequantize_kv(as_array(library, bits), kv_dtype="e5m2"))
+    want = (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    assert np.array_equal(values, want, equal_nan=True)
+    one = as_array(library, np.ones(1, np.float32))
+    again, _ = fa_attn.quantize_kv(as_array(library, values.reshape(1, 1, 1, 256)), "e5m2", descale=one)
+    again = np.asarray(as_bytes(again)).reshape(-1)
+    finite = np.isfinite(want)
+    assert (again[finite] == bits[finite]).all() and list(again[[0x7C, 0xFC]]) == [0x7B, 0xFB]
 
 
 @pytest.mark.parametrize("library", libraries())
@@ -223,7 +237,7 @@ def test_appends_quantise_new_rows_alone(library, kind, form):
         as_array(library, v),
         cache_seqlens=as_array(library, used),
         block_table=as_array(library, table),
-        kv_cache_dtype="fp8_e4m3" if kind == "e4m3" else kind,
+        kv_cache_dtype=ASKED[kind] or kind,
         causal=True,
         **named,
     )
@@ -302,6 +316,11 @@ def test_refusals_say_what_works(library):
             "have zero points, within their scales",
         ),
         (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(bits, bits, bits, kv_cache_dtype="fp8_e5m2"),
+            "q of 8 bits is float8_e4m3fn",
+        ),
+        (
             fa_attn.InputError,
             lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4"),
             "k has a head dim of 32 and q of 16",
@@ -319,7 +338,7 @@ def test_refusals_say_what_works(library):
         ),
         (
             fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8_e5m2"),
+            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="nvfp4"),
             "use 'auto' or one of 'fp8'",
         ),
         (fa_attn.InputError, lambda: fa_attn.flash_attn_func(q, k, k, kv_cache_dtype="fp8"), "holds float32"),

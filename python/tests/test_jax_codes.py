@@ -34,12 +34,13 @@ def per_row(x, codes):
 
 
 @pytest.mark.parametrize("per", ("tensor", "head", "sequence_head", "token_head"))
-@pytest.mark.parametrize("kind", ("e4m3", "int8", "int4"))
+@pytest.mark.parametrize("kind", ("e4m3", "e5m2", "int8", "int4"))
 def test_caches_of_codes(kind, per):
     q, k, v = normal(2, 3, 4, 16), normal(2, 9, 2, 16, seed=1), normal(2, 9, 2, 16, seed=2)
     (k8, k_descale), (v8, v_descale) = (fa_attn.quantize_kv(x, kind, per) for x in (k, v))
     bits, own = fa_attn.quantize_kv(np.asarray(k), kind, per)
-    assert k8.dtype == {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.uint8}[kind]
+    held = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8, "int4": jnp.uint8}
+    assert k8.dtype == held[kind]
     named = {"kv_cache_dtype": "int4"} if kind == "int4" else {}
     assert (np.asarray(k_descale) == own).all()
     assert (np.asarray(k8).view(bits.dtype) == bits).all()

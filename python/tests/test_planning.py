@@ -101,7 +101,7 @@ def test_eight_bits_and_latents_are_planned(options, fields, kernel):
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        (dict(kv_dtype="e5m2"), "kv_dtype is 'e5m2'"),
+        (dict(kv_dtype="e3m4"), "kv_dtype is 'e3m4'"),
         (dict(kv_dtype="int8", descales="row"), "'row'"),
         (dict(kv_dtype="int8", descales={"x": "head"}), "'x'"),
         (dict(descales="head"), "k_descale with K and V in bf16"),

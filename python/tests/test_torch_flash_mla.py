@@ -321,6 +321,13 @@ def test_rows_of_codes(width, dtype, most_apart, room, monkeypatch):
             weights = torch.exp(scores - own[:, None]) * torch.sigmoid(own - sinks)[:, None]
             close(out[b, i], weights @ flat_rows[mine, :512], most_apart)
     if width == 576:
+        # Of any width, and in e5m2, where they lie.
+        wide = cache.view(torch.float8_e4m3fn)[..., :72].float().to(torch.float8_e5m2)
+        out, lse = flash_mla.flash_mla_with_kvcache(q[..., :72], wide, table, used, 64, causal=True, **call)
+        numbers = wide.double() * descale.double()
+        want, want_lse = reference(q[..., :72], numbers, table, used, 64, 0.05, True)
+        close(out, want, most_apart)
+        close(lse, want_lse, 1e-4)
         return
     # Half of them in a second cache.
     both, both_lse = flash_mla.flash_mla_with_kvcache(

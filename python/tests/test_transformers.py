@@ -80,6 +80,29 @@ def test_a_static_cache():
     assert torch.equal(*found)
 
 
+def test_a_quantized_cache():
+    """A cache that keeps codes gives attention their numbers, here of int4."""
+    from transformers.cache_utils import Cache, QuantizedLayer
+
+    class Layer(QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return fa_attn.quantize_kv(tensor, "int4", "token_head")
+
+        def _dequantize(self, qtensor):
+            return fa_attn.dequantize_kv(*qtensor, kv_dtype="int4")
+
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 12))
+    found = []
+    for by in ("eager", NAME):
+        model = models.model_of("llama", by, "cpu", torch.float32).eval()
+        layers = [Layer(residual_length=4) for _ in range(model.config.num_hidden_layers)]
+        options = dict(max_new_tokens=9, do_sample=False, past_key_values=Cache(layers=layers))
+        with torch.no_grad():
+            found.append(model.generate(tokens, **options))
+    assert torch.equal(*found)
+
+
 def in_parts(model, tokens, keys, sizes, room=None):
     """Logits of a text that comes in parts of these sizes, by a cache that grows, or has room for so many."""
     config = model.config

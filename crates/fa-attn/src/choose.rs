@@ -229,7 +229,7 @@ fn measure(
         Dtype::F16 => search(&mut scratch.bench::<half::f16>(problem, *pass)?, &specs, budget, stop),
         Dtype::Bf16 => search(&mut scratch.bench::<half::bf16>(problem, *pass)?, &specs, budget, stop),
         // No kernel is bound for these.
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => Vec::new(),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => Vec::new(),
     };
     scratch.settle();
     Ok(tried)

@@ -38,7 +38,7 @@ pub(crate) fn forward(
         Dtype::F32 => CpuStorage::F32(output(posed, inputs, to)?),
         Dtype::F16 => CpuStorage::F16(output(posed, inputs, to)?),
         Dtype::Bf16 => CpuStorage::BF16(output(posed, inputs, to)?),
-        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => return Err(unknown(inputs[0].0.dtype())),
+        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => return Err(unknown(inputs[0].0.dtype())),
     };
     let lse = lse.map(|lse| Tensor::from_vec(lse, posed.lse_shape(q), &Device::Cpu)).transpose()?;
     Ok((storage, Shape::from(posed.out_shape(q)), lse))
@@ -74,7 +74,7 @@ pub(crate) fn backward(
         Dtype::F32 => gradients::<f32>(posed, all, dlse),
         Dtype::F16 => gradients::<f16>(posed, all, dlse),
         Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
-        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => Err(unknown(inputs[0].dtype())),
+        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => Err(unknown(inputs[0].dtype())),
     }
 }
 

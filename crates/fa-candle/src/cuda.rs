@@ -41,7 +41,9 @@ pub(crate) fn forward(
     let (storage, lse) = match posed.problem.types.wide() {
         Dtype::F16 => output::<f16>(posed, inputs, with_lse)?,
         Dtype::Bf16 => output::<bf16>(posed, inputs, with_lse)?,
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => return Err(unknown(inputs[0].0.dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+            return Err(unknown(inputs[0].0.dtype()));
+        }
     };
     let device = inputs[0].0.device();
     let lse = lse.map(|lse| tensor(lse, posed.lse_shape(q), device));
@@ -113,7 +115,7 @@ pub(crate) fn backward(
     match posed.problem.types.q {
         Dtype::F16 => gradients::<f16>(posed, all, dlse),
         Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
-        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => Err(unknown(inputs[0].dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => Err(unknown(inputs[0].dtype())),
     }
 }
 

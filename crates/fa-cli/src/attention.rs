@@ -102,7 +102,7 @@ impl AnyInputs {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => unreachable!("problem_of refuses it"),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => unreachable!("problem_of refuses it"),
         })
     }
 

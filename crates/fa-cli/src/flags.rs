@@ -171,7 +171,7 @@ impl MaskArgs {
 /// Flags of codes.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct KvArgs {
-    /// Element type of K and V where they are codes: e4m3, int8, int4 [default: that of --dtype]
+    /// Element type of K and V where they are codes: e4m3, int8, int4, e5m2 [default: that of --dtype]
     #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
     pub kv_dtype: Option<Codes>,
     /// What shares a descale of K and V in codes, and of Q in e4m3: none, head, sequence_head, of K and V
@@ -210,7 +210,8 @@ impl KvArgs {
 
 pub(crate) fn parse_codes(text: &str) -> Result<Codes, String> {
     let known = text.parse::<Dtype>().ok().and_then(Codes::of);
-    known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3, int8 or int4, or leave it out"))
+    known
+        .ok_or_else(|| format!("'{text}' is no type of codes: use e4m3, int8, int4 or e5m2, or leave it out"))
 }
 
 pub(crate) fn parse_descale(text: &str) -> Result<DescaleForm, String> {

@@ -223,13 +223,14 @@ impl TensorFile {
             Some(fa_core::Dtype::F32) => self.read::<f32>(name).map(widen),
             Some(fa_core::Dtype::F16) => self.read::<f16>(name).map(widen),
             Some(fa_core::Dtype::Bf16) => self.read::<bf16>(name).map(widen),
-            Some(fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 | fa_core::Dtype::Int4) | None => {
-                Err(InputError::Dtype {
-                    name: name.to_owned(),
-                    got: stored.to_string(),
-                    need: "F64, F32, F16 and BF16 can be compared".to_owned(),
-                })
-            }
+            Some(
+                fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 | fa_core::Dtype::Int4 | fa_core::Dtype::E5m2,
+            )
+            | None => Err(InputError::Dtype {
+                name: name.to_owned(),
+                got: stored.to_string(),
+                need: "F64, F32, F16 and BF16 can be compared".to_owned(),
+            }),
         }
     }
 
@@ -259,6 +260,7 @@ pub(crate) fn codes_of(stored: Dtype) -> Option<Codes> {
 fn stored_codes(codes: Codes) -> Dtype {
     match codes {
         Codes::E4m3 => Dtype::F8_E4M3,
+        Codes::E5m2 => Dtype::F8_E5M2,
         Codes::Int8 => Dtype::I8,
         // Bytes of two codes.
         Codes::Int4 => Dtype::U8,

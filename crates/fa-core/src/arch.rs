@@ -299,7 +299,7 @@ impl ArchLimits {
     /// cores take them (from 8.9 on).
     pub fn peak_tensor_flops_of(&self, dtype: Dtype) -> f64 {
         match dtype {
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => 2.0 * self.peak_tensor_flops(),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => 2.0 * self.peak_tensor_flops(),
             Dtype::F32 | Dtype::F16 | Dtype::Bf16 => self.peak_tensor_flops(),
         }
     }

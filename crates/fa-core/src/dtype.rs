@@ -28,11 +28,15 @@ pub enum Dtype {
     /// 4-bit signed integers of a quantised cache, two to a byte: the lower half has the first. Tensors of
     /// them are tensors of bytes, whose rows have half as many elements as numbers.
     Int4,
+    /// 8-bit float with 5 exponent and 2 mantissa bits (OCP OFP8), the upper byte of an f16, of a quantised
+    /// cache.
+    E5m2,
 }
 
 impl Dtype {
     /// Every element type, in declaration order.
-    pub const ALL: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8, Dtype::Int4];
+    pub const ALL: [Dtype; 7] =
+        [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8, Dtype::Int4, Dtype::E5m2];
 
     /// The types of numbers that stand for themselves: the CPU computes all of them, GPU kernels the 16-bit
     /// ones.
@@ -43,14 +47,14 @@ impl Dtype {
         match self {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::Bf16 => 2,
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => 1,
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => 1,
         }
     }
 
     /// Numbers in one element of a tensor: two of int4, else one.
     pub const fn per_element(self) -> usize {
         match self {
-            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => 1,
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::E5m2 => 1,
             Dtype::Int4 => 2,
         }
     }
@@ -69,18 +73,18 @@ impl Dtype {
     pub const fn is_half(self) -> bool {
         match self {
             Dtype::F16 | Dtype::Bf16 => true,
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => false,
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => false,
         }
     }
 
     /// The types of codes: K and V may have one, beside a Q of a type of [`Dtype::COMPUTED`], or all three
     /// e4m3.
-    pub const CODES: [Dtype; 3] = [Dtype::E4m3, Dtype::Int8, Dtype::Int4];
+    pub const CODES: [Dtype; 4] = [Dtype::E4m3, Dtype::Int8, Dtype::Int4, Dtype::E5m2];
 
     /// Whether this is one of [`Dtype::CODES`].
     pub const fn is_code(self) -> bool {
         match self {
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => true,
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => true,
             Dtype::F32 | Dtype::F16 | Dtype::Bf16 => false,
         }
     }
@@ -94,6 +98,7 @@ impl Dtype {
             Dtype::E4m3 => "e4m3",
             Dtype::Int8 => "int8",
             Dtype::Int4 => "int4",
+            Dtype::E5m2 => "e5m2",
         }
     }
 
@@ -107,6 +112,7 @@ impl Dtype {
             Dtype::E4m3 => 1.0 / (1u64 << 4) as f64,
             Dtype::Int8 => 0.5 / 127.0,
             Dtype::Int4 => 0.5 / 7.0,
+            Dtype::E5m2 => 1.0 / (1u64 << 3) as f64,
         }
     }
 }
@@ -178,8 +184,8 @@ impl Types {
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
-        if matches!(q, Dtype::Int8 | Dtype::Int4) {
-            return refuse("dtype", q, INTEGER_Q);
+        if matches!(q, Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) {
+            return refuse("dtype", q, CACHE_ALONE);
         }
         let is_cache = kv.is_code() && !q.is_code();
         if kv != q && !is_cache {
@@ -229,12 +235,12 @@ impl Types {
     }
 }
 
-const MIXED: &str = "K and V have the type of Q, or are codes beside a wider Q (e4m3, int8 or int4); convert \
-                     them and leave kv_dtype out";
+const MIXED: &str = "K and V have the type of Q, or are codes beside a wider Q (e4m3, int8, int4 or e5m2); \
+                     convert them and leave kv_dtype out";
 const NO_GRADIENTS: &str = "K and V in codes have no gradients; dequantise them into Q's type and leave \
                             kv_dtype out";
-const INTEGER_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 or int4 for K and \
-                         V alone";
+const CACHE_ALONE: &str = "of codes Q has e4m3 alone; use f16, bf16 or e4m3, and kv_dtype int8, int4 or \
+                           e5m2 for K and V alone";
 const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also \
                        f16 or f32)";
 const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the \
@@ -253,7 +259,7 @@ impl fmt::Display for Dtype {
 
 /// A text that is not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3, int8, int4")]
+#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3, int8, int4, e5m2")]
 pub struct ParseDtypeError(pub String);
 
 impl FromStr for Dtype {
@@ -272,7 +278,7 @@ impl<'de> Deserialize<'de> for Dtype {
     }
 }
 
-const NAMES: [&str; 6] = ["f32", "f16", "bf16", "e4m3", "int8", "int4"];
+const NAMES: [&str; 7] = ["f32", "f16", "bf16", "e4m3", "int8", "int4", "e5m2"];
 
 struct DtypeVisitor;
 
@@ -326,13 +332,13 @@ mod tests {
             assert_eq!(serde_json::from_str::<Dtype>(&format!("\"{dtype}\"")).unwrap(), dtype);
         }
         let errors = [
-            ron::from_str::<Dtype>("e5m2").unwrap_err().to_string(),
-            serde_json::from_str::<Dtype>("\"e5m2\"").unwrap_err().to_string(),
-            "e5m2".parse::<Dtype>().unwrap_err().to_string(),
+            ron::from_str::<Dtype>("e3m4").unwrap_err().to_string(),
+            serde_json::from_str::<Dtype>("\"e3m4\"").unwrap_err().to_string(),
+            "e3m4".parse::<Dtype>().unwrap_err().to_string(),
         ];
         for error in errors {
             let named = Dtype::ALL.iter().all(|dtype| error.contains(dtype.name()));
-            assert!(named && error.contains("e5m2"), "{error}");
+            assert!(named && error.contains("e3m4"), "{error}");
         }
     }
 

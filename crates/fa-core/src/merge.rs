@@ -81,7 +81,9 @@ impl Merge {
         for (name, dtype) in [("part", self.part), ("out", self.out)] {
             match dtype {
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => {}
-                Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => return Err(MergeError::Dtype { name, dtype }),
+                Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                    return Err(MergeError::Dtype { name, dtype });
+                }
             }
         }
         Ok(())

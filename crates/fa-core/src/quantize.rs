@@ -2,7 +2,7 @@
 //!
 //! `value = code * descale` is what reading gives. Writing multiplies by `1 / descale`, clamps to the largest
 //! code, and rounds to the nearest code, ties to even. Infinities become the largest code. NaN stays NaN in
-//! e4m3; integers have none, and it becomes 0.
+//! e4m3 and e5m2; integers have none, and it becomes 0.
 //!
 //! Codes of 4 bits are two to a byte along a row: the lower half has the first. They are two's complement and
 //! have no zero point: from -8 to 7 where they are read, from -7 to 7 as they are written.
@@ -25,65 +25,126 @@
 
 use crate::Dtype;
 
-/// The e4m3 format: 1 bit of sign, 4 of exponent with a bias of 7, 3 of mantissa. No infinities; 0x7F and
-/// 0xFF are NaN.
-pub mod e4m3 {
-    /// The largest number, whose code is 0x7E.
-    pub const LARGEST: f32 = 448.0;
+/// A format of floating-point numbers of 8 bits, one of them a sign.
+struct Float8 {
+    mantissa: u32,
+    bias: u32,
+    /// The code of infinity, in formats that have it.
+    infinity: Option<u8>,
+    /// The code of the largest number; those above it that are not infinity are NaN.
+    largest: u8,
+}
 
-    /// The code that NaN becomes.
-    pub const NAN: u8 = 0x7F;
+/// The code that NaN becomes, in all formats of 8 bits.
+const NAN: u8 = 0x7F;
 
-    /// The number of every code.
-    pub const TABLE: [f32; 256] = {
+impl Float8 {
+    const fn table(&self) -> [f32; 256] {
         let mut table = [0.0; 256];
         let mut code = 0;
         while code < 256 {
-            table[code] = number(code as u8);
+            table[code] = self.number(code as u8);
             code += 1;
         }
         table
-    };
-
-    /// The number of a code, exactly.
-    pub const fn decode(code: u8) -> f32 {
-        TABLE[code as usize]
     }
 
-    const fn number(code: u8) -> f32 {
+    const fn number(&self, code: u8) -> f32 {
         let sign = ((code & 0x80) as u32) << 24;
         let magnitude = (code & 0x7F) as u32;
-        if magnitude == NAN as u32 {
-            return f32::from_bits(sign | 0x7FC0_0000);
-        }
-        // A subnormal counts steps of 2^-9; of a normal the exponent is rebased from 7 to 127.
-        let number = if magnitude < 8 {
-            magnitude as f32 / 512.0
+        let bits = if magnitude <= self.largest as u32 {
+            self.magnitude(magnitude).to_bits()
+        } else if matches!(self.infinity, Some(infinity) if infinity as u32 == magnitude) {
+            f32::INFINITY.to_bits()
         } else {
-            f32::from_bits((magnitude << 20) + (120 << 23))
+            f32::NAN.to_bits()
         };
-        f32::from_bits(number.to_bits() | sign)
+        f32::from_bits(bits | sign)
     }
 
-    /// The code of the nearest number, ties to even, saturating.
-    pub const fn encode(value: f32) -> u8 {
+    /// A finite number without its sign: a subnormal counts steps, of a normal the exponent is rebased.
+    const fn magnitude(&self, code: u32) -> f32 {
+        if code < 1 << self.mantissa {
+            code as f32 * f32::from_bits((127 - self.steps()) << 23)
+        } else {
+            f32::from_bits((code << (23 - self.mantissa)) + ((127 - self.bias) << 23))
+        }
+    }
+
+    /// Subnormals are multiples of 2^-steps.
+    const fn steps(&self) -> u32 {
+        self.bias - 1 + self.mantissa
+    }
+
+    const fn encode(&self, value: f32) -> u8 {
         let bits = value.to_bits();
         let sign = ((bits >> 24) & 0x80) as u8;
         let magnitude = f32::from_bits(bits & 0x7FFF_FFFF);
         if magnitude.is_nan() {
             return NAN;
         }
-        if magnitude >= LARGEST {
-            return sign | 0x7E;
+        if magnitude >= self.magnitude(self.largest as u32) {
+            return sign | self.largest;
         }
-        if magnitude < 1.0 / 64.0 {
-            // Adding 1.5 * 2^14 leaves steps of 2^-9, which the sum's rounding counts.
-            let shifted = magnitude + 24576.0;
-            return sign | (shifted.to_bits() - 24576f32.to_bits()) as u8;
+        if magnitude < self.magnitude(1 << self.mantissa) {
+            // Adding 1.5 * 2^(23 - steps) leaves multiples of 2^-steps, which the sum's rounding counts.
+            let ones = 1.5 * f32::from_bits((127 + 23 - self.steps()) << 23);
+            return sign | ((magnitude + ones).to_bits() - ones.to_bits()) as u8;
         }
-        let bits = magnitude.to_bits();
-        let rounded = bits + 0x7_FFFF + ((bits >> 20) & 1);
-        sign | ((rounded >> 20) - (120 << 3)) as u8
+        let (bits, shift) = (magnitude.to_bits(), 23 - self.mantissa);
+        let rounded = bits + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1);
+        sign | ((rounded >> shift) - ((127 - self.bias) << self.mantissa)) as u8
+    }
+}
+
+/// The e4m3 format: 1 bit of sign, 4 of exponent with a bias of 7, 3 of mantissa. No infinities; 0x7F and
+/// 0xFF are NaN.
+pub mod e4m3 {
+    const FORMAT: super::Float8 = super::Float8 { mantissa: 3, bias: 7, infinity: None, largest: 0x7E };
+
+    /// The largest number, whose code is 0x7E.
+    pub const LARGEST: f32 = 448.0;
+
+    /// The code that NaN becomes.
+    pub const NAN: u8 = super::NAN;
+
+    /// The number of every code.
+    pub const TABLE: [f32; 256] = FORMAT.table();
+
+    /// The number of a code, exactly.
+    pub const fn decode(code: u8) -> f32 {
+        TABLE[code as usize]
+    }
+
+    /// The code of the nearest number, ties to even, saturating.
+    pub const fn encode(value: f32) -> u8 {
+        FORMAT.encode(value)
+    }
+}
+
+/// The e5m2 format: 1 bit of sign, 5 of exponent with a bias of 15, 2 of mantissa, as the upper byte of f16.
+/// 0x7C and 0xFC are infinities, which are read and never written; what is above them is NaN.
+pub mod e5m2 {
+    const FORMAT: super::Float8 =
+        super::Float8 { mantissa: 2, bias: 15, infinity: Some(0x7C), largest: 0x7B };
+
+    /// The largest number, whose code is 0x7B.
+    pub const LARGEST: f32 = 57344.0;
+
+    /// The code that NaN becomes.
+    pub const NAN: u8 = super::NAN;
+
+    /// The number of every code.
+    pub const TABLE: [f32; 256] = FORMAT.table();
+
+    /// The number of a code, exactly.
+    pub const fn decode(code: u8) -> f32 {
+        TABLE[code as usize]
+    }
+
+    /// The code of the nearest number, ties to even, saturating.
+    pub const fn encode(value: f32) -> u8 {
+        FORMAT.encode(value)
     }
 }
 
@@ -118,6 +179,8 @@ pub enum Codes {
     Int8,
     /// Integers of 4 bits, two to a byte.
     Int4,
+    /// Numbers of the e5m2 format.
+    E5m2,
 }
 
 /// The numbers of int8 codes, by their bits.
@@ -144,7 +207,7 @@ const INT4_TABLE: [f32; 256] = {
 
 impl Codes {
     /// All, in declaration order.
-    pub const ALL: [Codes; 3] = [Codes::E4m3, Codes::Int8, Codes::Int4];
+    pub const ALL: [Codes; 4] = [Codes::E4m3, Codes::Int8, Codes::Int4, Codes::E5m2];
 
     /// The codes that are elements of this type; `None` for numbers that are computed with as they are.
     pub const fn of(dtype: Dtype) -> Option<Codes> {
@@ -152,6 +215,7 @@ impl Codes {
             Dtype::E4m3 => Some(Codes::E4m3),
             Dtype::Int8 => Some(Codes::Int8),
             Dtype::Int4 => Some(Codes::Int4),
+            Dtype::E5m2 => Some(Codes::E5m2),
             Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
         }
     }
@@ -162,6 +226,7 @@ impl Codes {
             Codes::E4m3 => Dtype::E4m3,
             Codes::Int8 => Dtype::Int8,
             Codes::Int4 => Dtype::Int4,
+            Codes::E5m2 => Dtype::E5m2,
         }
     }
 
@@ -171,6 +236,7 @@ impl Codes {
             Codes::E4m3 => e4m3::LARGEST,
             Codes::Int8 => int8::LARGEST,
             Codes::Int4 => int4::LARGEST,
+            Codes::E5m2 => e5m2::LARGEST,
         }
     }
 
@@ -180,6 +246,7 @@ impl Codes {
             Codes::E4m3 => &e4m3::TABLE,
             Codes::Int8 => &INT8_TABLE,
             Codes::Int4 => &INT4_TABLE,
+            Codes::E5m2 => &e5m2::TABLE,
         }
     }
 
@@ -189,6 +256,7 @@ impl Codes {
             Codes::E4m3 => e4m3::encode(value),
             Codes::Int8 => int8::encode(value) as u8,
             Codes::Int4 => int4::encode(value),
+            Codes::E5m2 => e5m2::encode(value),
         }
     }
 
@@ -309,6 +377,18 @@ mod tests {
         }
     }
 
+    /// The same of e5m2.
+    fn defined_e5m2(code: u8) -> f64 {
+        let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+        let (exponent, mantissa) = (i32::from(code >> 2 & 31), f64::from(code & 3));
+        match (exponent, code & 3) {
+            (31, 0) => sign * f64::INFINITY,
+            (31, _) => f64::NAN,
+            (0, _) => sign * mantissa / 4.0 * 2f64.powi(-14),
+            (_, _) => sign * (1.0 + mantissa / 4.0) * 2f64.powi(exponent - 15),
+        }
+    }
+
     #[test]
     fn every_code_is_decoded_and_encoded_back() {
         for code in 0..=255u8 {
@@ -319,6 +399,12 @@ mod tests {
             } else {
                 assert_eq!((f64::from(number), number.is_sign_negative()), (expected, code >= 0x80));
                 assert_eq!(e4m3::encode(number), code);
+            }
+            let (number, expected) = (e5m2::decode(code), defined_e5m2(code));
+            let again = if expected.is_nan() { e5m2::NAN } else { code - u8::from(expected.is_infinite()) };
+            assert_eq!((number.is_nan(), e5m2::encode(number)), (expected.is_nan(), again));
+            if !expected.is_nan() {
+                assert_eq!((f64::from(number), number.is_sign_negative()), (expected, code >= 0x80));
             }
             let integer = Codes::Int8.decode(code);
             assert_eq!(integer, f32::from(code as i8));
@@ -345,6 +431,14 @@ mod tests {
                 assert_eq!(e4m3::encode(-value), 0x80 | expected);
             }
         }
+        for code in 0..0x7Bu8 {
+            let (low, high) = (e5m2::decode(code), e5m2::decode(code + 1));
+            let middle = (low + high) / 2.0;
+            let even = code + code % 2;
+            let numbers = [middle, middle.next_down(), middle.next_up()];
+            assert_eq!(numbers.map(e5m2::encode), [even, code, code + 1], "between {low} and {high}");
+            assert_eq!(e5m2::encode(-middle), 0x80 | even);
+        }
         for value in -127..127i8 {
             let middle = f32::from(value) + 0.5;
             let even = if value % 2 == 0 { value } else { value + 1 };
@@ -367,6 +461,8 @@ mod tests {
         for value in [448.0, 449.0, 464.0, 465.0, 1e9, f32::MAX, f32::INFINITY] {
             assert_eq!((e4m3::encode(value), e4m3::encode(-value)), (0x7E, 0xFE), "{value}");
             assert_eq!((int8::encode(value), int8::encode(-value)), (127, -127), "{value}");
+            let wide = if value > 57344.0 { value } else { value * 128.0 };
+            assert_eq!((e5m2::encode(wide), e5m2::encode(-wide)), (0x7B, 0xFB), "{wide}");
             assert_eq!((int4::encode(value), int4::encode(-value)), (7, 9), "{value}");
         }
         assert_eq!(
@@ -402,6 +498,7 @@ mod tests {
                     let descale = found.descales[slot];
                     // Half a step: of e4m3 2^-4 of the value, or half a subnormal.
                     let step = match codes {
+                        Codes::E5m2 => (value.abs() / 8.0).max(descale / 131_072.0),
                         Codes::E4m3 => (value.abs() / 16.0).max(descale / 1024.0),
                         Codes::Int8 | Codes::Int4 => descale / 2.0,
                     };
@@ -429,7 +526,7 @@ mod tests {
                 (codes.largest(), -codes.largest(), -codes.largest())
             );
             match codes {
-                Codes::E4m3 => assert_eq!(found.codes[2], e4m3::NAN),
+                Codes::E4m3 | Codes::E5m2 => assert_eq!(found.codes[2], NAN),
                 Codes::Int8 | Codes::Int4 => assert_eq!(numbers[2], 0.0),
             }
             let empty = codes.quantize(&[], [0, 3, 2, 4], Scales::SequenceHead);

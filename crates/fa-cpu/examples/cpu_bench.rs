@@ -50,7 +50,7 @@ fn main() {
                         Dtype::F16 => time::<f16>(options, &problem, mode, layout),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode, layout),
                         Dtype::F32 => time::<f32>(options, &problem, mode, layout),
-                        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
+                        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
                             panic!("nothing computes in {dtype}: use f32, f16 or bf16")
                         }
                     };

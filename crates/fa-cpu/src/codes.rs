@@ -146,6 +146,7 @@ impl CodeRows<'_> {
                 Codes::E4m3 => widest(Decode { bytes, numbers: e4m3, factor: descale, to }),
                 Codes::Int8 => widest(Decode { bytes, numbers: int8, factor: descale, to }),
                 Codes::Int4 => widest(Decode { bytes, numbers: int4, factor: descale, to }),
+                Codes::E5m2 => widest(Decode { bytes, numbers: e5m2, factor: descale, to }),
             }
             return;
         }
@@ -184,6 +185,18 @@ fn e4m3(bits: u8) -> [f32; 1] {
     let subnormal = (magnitude as f32 * (1.0 / 512.0)).to_bits();
     let number = if magnitude < 8 { subnormal } else { normal };
     let number = if magnitude == 0x7F { f32::NAN.to_bits() } else { number };
+    [f32::from_bits(number | u32::from(bits & 0x80) << 24)]
+}
+
+/// The same of an e5m2 code.
+#[inline(always)]
+fn e5m2(bits: u8) -> [f32; 1] {
+    let magnitude = u32::from(bits & 0x7F);
+    let normal = (magnitude << 21) + (112 << 23);
+    let subnormal = (magnitude as f32 * (1.0 / 65_536.0)).to_bits();
+    let number = if magnitude < 4 { subnormal } else { normal };
+    // Infinity and NaN have all bits of the exponent.
+    let number = if magnitude >= 0x7C { number | f32::INFINITY.to_bits() } else { number };
     [f32::from_bits(number | u32::from(bits & 0x80) << 24)]
 }
 

@@ -182,7 +182,7 @@ pub fn compare_lse<T: Element>(
     let largest = largest_finite(reference, Dtype::F32);
     let tolerance = match dtype {
         Dtype::F32 => LSE_TOLERANCE_F32 * largest.max(1.0),
-        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => {
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
             LSE_TOLERANCE_16.max(LSE_STEPS_16 * rounding_step(Dtype::F32, largest))
         }
     };
@@ -201,6 +201,7 @@ pub fn rounding_step(dtype: Dtype, magnitude: f64) -> f64 {
         Dtype::F16 => (-14, 10),
         Dtype::Bf16 => (-126, 7),
         Dtype::E4m3 => (-6, 3),
+        Dtype::E5m2 => (-14, 2),
         // Whole numbers.
         Dtype::Int8 | Dtype::Int4 => return 1.0,
     };
@@ -224,6 +225,7 @@ fn overflow_threshold(dtype: Dtype) -> f64 {
         Dtype::F16 => 65520.0,
         Dtype::Bf16 => 2f64.powi(127) * (2.0 - 2f64.powi(-8)),
         Dtype::E4m3 => 464.0,
+        Dtype::E5m2 => 61440.0,
         Dtype::Int8 => 127.5,
         Dtype::Int4 => 7.5,
     }

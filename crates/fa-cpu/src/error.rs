@@ -30,7 +30,7 @@ pub enum CpuError {
         need: Dtype,
     },
     /// K and V are codes, and the problem's are not.
-    #[error("K and V hold codes, the problem's kv_dtype is {need}: it must be e4m3, int8 or int4")]
+    #[error("K and V hold codes, the problem's kv_dtype is {need}: it must be e4m3, int8, int4 or e5m2")]
     Codes {
         /// The problem's type of K and V.
         need: Dtype,

@@ -4,7 +4,7 @@
 
 namespace fa {
 
-enum class Dtype { F32, F16, Bf16, E4m3, Int8, Int4 };
+enum class Dtype { F32, F16, Bf16, E4m3, Int8, Int4, E5m2 };
 
 enum class MaskKind { Full, Causal, Window };
 
@@ -368,6 +368,10 @@ struct Sm90WideConfig {
     // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
     // with a box for each part of a page.
     bool gather;
+    // Type of K and V in device memory: `dtype`, or codes.
+    Dtype kv_dtype;
+    // Stages of codes in flight; 0 for K and V of 16 bits.
+    int code_stages;
     // CTAs list their work themselves where a call brings no plan and tiles are few
     // (attn/plan_few.cuh).
     bool own_plan;

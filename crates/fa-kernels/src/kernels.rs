@@ -143,7 +143,7 @@ impl Kernels {
         let codes = append.codes.map(|codes| codes.kind);
         let slot = match codes {
             None => &self.append,
-            Some(Codes::E4m3 | Codes::Int8) => &self.append_codes,
+            Some(Codes::E4m3 | Codes::Int8 | Codes::E5m2) => &self.append_codes,
             Some(Codes::Int4) => &self.append_int4,
         };
         let source = |arch: Arch, headers: &Headers| Source::append(codes, arch, headers);

@@ -13,7 +13,7 @@ pub fn kinds(problem: &Problem) -> [Option<Codes>; 3] {
 /// are few near 0.
 pub fn spread(codes: Codes) -> f32 {
     match codes {
-        Codes::E4m3 => 1.0,
+        Codes::E4m3 | Codes::E5m2 => 1.0,
         Codes::Int8 => 32.0,
         Codes::Int4 => 2.5,
     }

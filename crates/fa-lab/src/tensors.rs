@@ -24,9 +24,11 @@ macro_rules! with_half {
                 type $T = half::bf16;
                 $body
             }
-            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 | fa_core::Dtype::Int4 => {
-                $other
-            }
+            fa_core::Dtype::F32
+            | fa_core::Dtype::E4m3
+            | fa_core::Dtype::Int8
+            | fa_core::Dtype::Int4
+            | fa_core::Dtype::E5m2 => $other,
         }
     };
 }

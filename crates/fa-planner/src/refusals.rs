@@ -12,7 +12,7 @@ use std::fmt;
 use std::str::{FromStr, Split};
 use std::sync::OnceLock;
 
-use fa_core::{Arch, KernelSpec};
+use fa_core::{Arch, Dtype, KernelSpec};
 
 /// The compiler of the set that ships.
 pub const COMPILER: &str = "NVRTC 13.0";
@@ -23,7 +23,7 @@ pub const SHIPPED: &str = include_str!("refusals/nvrtc-13.0.txt");
 /// Parameters by which refusals are found: every refusal names them.
 pub const KEYS: [&str; 4] = ["head_dim", "head_dim_v", "tile_m", "tile_n"];
 
-/// The parameter that says which codes K and V are: `e4m3`, `int8`, `int4`, or [`NO_CODES`].
+/// The parameter that says which codes K and V are: `e4m3` (`e5m2` as well), `int8`, `int4`, or [`NO_CODES`].
 pub const KV_DTYPE: &str = "kv_dtype";
 
 /// The value of [`KV_DTYPE`] where K and V have Q's type.
@@ -32,7 +32,9 @@ pub const NO_CODES: &str = "same";
 /// The parameters of a kernel by which it is told from others, with their values as refusals have them: those
 /// of its spec, and [`KV_DTYPE`].
 pub fn params_of(spec: &KernelSpec) -> Vec<(&'static str, String)> {
-    let kv = if spec.reads_codes() { spec.types.kv.to_string() } else { NO_CODES.to_owned() };
+    // Codes of e5m2 are converted as those of e4m3.
+    let kv = if spec.types.kv == Dtype::E5m2 { Dtype::E4m3 } else { spec.types.kv };
+    let kv = if spec.reads_codes() { kv.to_string() } else { NO_CODES.to_owned() };
     let own = spec.params().into_iter().map(|param| (param.name, param.value.to_string()));
     own.chain([(KV_DTYPE, kv)]).collect()
 }
@@ -183,7 +185,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use fa_core::spec::Scheduler;
-    use fa_core::{Alibi, Dtype, Family, Kernel, Mask, MaskKind, Problem, ScoreMod, Sm90Fwd};
+    use fa_core::{Alibi, Family, Kernel, Mask, MaskKind, Problem, ScoreMod, Sm90Fwd};
 
     use super::*;
     use crate::account::Reason;

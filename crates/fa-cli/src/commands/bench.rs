@@ -137,7 +137,9 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => unreachable!("the shapes' flags refuse it"),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                unreachable!("the shapes' flags refuse it")
+            }
         }?;
         timings.extend(measured.into_iter().map(|timing| (problem, timing)));
         destinations.keep(&Report::of(&machine, &timings))?;

@@ -260,7 +260,7 @@ fn validation_refuses_kinds_that_it_does_not_choose_by() {
     for (line, part) in [
         ("validate --kv-dtype f16", "no type of codes"),
         ("validate --kv-descale row", "use none, head, sequence_head or token_head"),
-        ("validate --dtype e5m2", "unknown dtype"),
+        ("validate --dtype e3m4", "unknown dtype"),
         ("validate --soak 3 --kv-dtype e4m3", "--kv-dtype"),
         ("validate --all-configs --latent", "--latent"),
         ("validate --sanitize --dtype e4m3", "--dtype"),

@@ -71,7 +71,7 @@ pub enum ProblemError {
     },
     /// Descales of K and V that are no codes.
     #[error(
-        "{name} with K and V in {dtype}: descales are of codes; use kv_dtype e4m3, int8 or int4, or \
+        "{name} with K and V in {dtype}: descales are of codes; use kv_dtype e4m3, int8, int4 or e5m2, or \
          leave {name} out"
     )]
     Descale {

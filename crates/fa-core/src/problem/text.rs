@@ -203,8 +203,8 @@ mod tests {
             "dtype:e4m3,out_dtype:Some(bf16),q_descale:head,k_descale:head,v_descale:head,softmax_scale";
         assert!(text.contains(part), "{text}");
         assert_eq!(ron::from_str::<Problem>(&text).unwrap(), fp8);
-        let error = ron::from_str::<Problem>(&text.replace("e4m3", "e5m2")).unwrap_err().to_string();
-        assert!(error.contains("e5m2") && error.contains("e4m3") && error.contains("int8"), "{error}");
+        let error = ron::from_str::<Problem>(&text.replace("e4m3", "e3m4")).unwrap_err().to_string();
+        assert!(error.contains("e3m4") && error.contains("e4m3") && error.contains("int8"), "{error}");
         let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
         assert_eq!(named, other);
         // What may be left out, and what may not.

@@ -56,7 +56,7 @@ impl Problem {
         let (whole, need) = match dtype {
             Dtype::Int4 => (32, "a multiple of 32; pad with zeros"),
             Dtype::E4m3 if self.types.is_fp8() => (16, "a multiple of 16; pad with zeros"),
-            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => return Ok(()),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::E5m2 => return Ok(()),
         };
         for (what, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
             if !value.is_multiple_of(whole) {

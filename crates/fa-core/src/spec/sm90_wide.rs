@@ -87,9 +87,14 @@ impl Sm90Wide {
         Ok(())
     }
 
-    /// K and V in codes are for other kernels.
+    /// Checks what conversion of codes asks for: threads copy them.
     pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
+        if self.gather {
+            return Err(SpecError::Conflict(format!(
+                "kv_dtype {dtype}: codes are copied by threads wherever they lie; use gather = false"
+            )));
+        }
+        Ok(())
     }
 
     pub(super) const fn traits(&self) -> Traits {

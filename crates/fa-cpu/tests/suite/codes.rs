@@ -184,7 +184,7 @@ fn caches_of_every_layout_and_form_are_within_tolerance() {
                 match q {
                     Dtype::F16 => Case::<f16>::random(made, turn as u64).check(),
                     Dtype::Bf16 => Case::<bf16>::random(made, turn as u64).check(),
-                    Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => {
+                    Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
                         Case::<f32>::random(made, turn as u64).check()
                     }
                 }

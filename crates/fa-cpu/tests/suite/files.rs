@@ -68,7 +68,7 @@ impl File {
             Some(Dtype::Bf16) => {
                 (FileDtype::BF16, read(bytes, |b| T::from_f32(bf16::from_le_bytes(b).to_f32())))
             }
-            Some(Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => panic!("no files of codes"),
+            Some(Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => panic!("no files of codes"),
         };
         assert_eq!(dtype, expected, "{}: {name}", self.name);
         values

@@ -135,7 +135,9 @@ impl Case {
         match problem.types.out {
             Dtype::F16 => self.check_as::<f16>(&exact),
             Dtype::Bf16 => self.check_as::<bf16>(&exact),
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => self.check_as::<f32>(&exact),
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                self.check_as::<f32>(&exact)
+            }
         }
         let kernel = self.as_kernel(Accumulation::exact(32));
         let [batch, seqlen, heads, _] = q_shape(problem);

@@ -50,7 +50,9 @@ fn for_each_file(check: [fn(&File); 3]) {
             Dtype::F32 => check_f32(&file),
             Dtype::F16 => check_f16(&file),
             Dtype::Bf16 => check_bf16(&file),
-            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => panic!("{}: no files of codes", file.name),
+            Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                panic!("{}: no files of codes", file.name)
+            }
         }
     }
 }

@@ -16,7 +16,9 @@ fn bytes_of(dtype: Dtype, values: &[f32]) -> Vec<u8> {
         Dtype::F32 => values.iter().flat_map(|value| value.to_ne_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|value| two(f16::from_f32(*value).to_bits())).collect(),
         Dtype::Bf16 => values.iter().flat_map(|value| two(bf16::from_f32(*value).to_bits())).collect(),
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => panic!("nothing is merged in {dtype}"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
+            panic!("nothing is merged in {dtype}")
+        }
     }
 }
 
@@ -29,7 +31,9 @@ fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
             .collect(),
         Dtype::F16 => bytes.chunks_exact(2).map(|pair| f16::from_bits(two(pair)).to_f32()).collect(),
         Dtype::Bf16 => bytes.chunks_exact(2).map(|pair| bf16::from_bits(two(pair)).to_f32()).collect(),
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => panic!("nothing is merged in {dtype}"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
+            panic!("nothing is merged in {dtype}")
+        }
     }
 }
 
@@ -80,7 +84,9 @@ fn check(merge: &Merge, layout: TensorLayout, sms: u32) {
         Dtype::F32 => 2e-6,
         Dtype::F16 => 1e-3,
         Dtype::Bf16 => 8e-3,
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => panic!("nothing is merged in {dtype}"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
+            panic!("nothing is merged in {dtype}")
+        }
     };
     for row in 0..merge.rows() {
         let (mut want, mut lse) = (vec![0.0f32; dim], f32::NEG_INFINITY);

@@ -1,5 +1,5 @@
-// The append kernels of caches of codes, of 8 bits (e4m3, int8) or of 4 (int4): as append.cuh, and each new
-// row of K and V is multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of
+// The append kernels of caches of codes, of 8 bits (e4m3, e5m2, int8) or of 4 (int4): as append.cuh, and each
+// new row of K and V is multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of
 // each row are computed from the row, rotated, and stored too.
 #pragma once
 #include "append/append.cuh"
@@ -13,12 +13,15 @@
 
 namespace fa {
 
-// What the elements of a row become.
-enum class CodeKind { E4m3, Int8, Int4 };
+// What the elements of a row become: of 8 bits as `AppendCodes::kind` says.
+enum class CodeKind { E4m3, Int8, E5m2, Int4 };
 
 // The largest number of a code.
 __device__ __forceinline__ constexpr float largest_of(CodeKind kind) {
-    return kind == CodeKind::E4m3 ? 448.f : kind == CodeKind::Int8 ? 127.f : 7.f;
+    return kind == CodeKind::E4m3   ? 448.f
+           : kind == CodeKind::E5m2 ? 57344.f
+           : kind == CodeKind::Int8 ? 127.f
+                                    : 7.f;
 }
 
 // The nearest integer, ties to even, in the low mantissa bits.
@@ -28,15 +31,18 @@ __device__ __forceinline__ u32 nearest(float x) { return bits_of_float(x + 12582
 __device__ __forceinline__ u32 encode(float x, CodeKind kind) {
     const bool nan = x != x;
     const float most = largest_of(kind);
-    if (kind != CodeKind::E4m3) {
+    if (kind == CodeKind::Int8 || kind == CodeKind::Int4) {
         const u32 mask = kind == CodeKind::Int8 ? 0xff : 0xf;
         return nan ? 0 : nearest(fminf(fmaxf(x, -most), most)) & mask;
     }
+    const bool wide = kind == CodeKind::E5m2;
     const float size = fminf(fabsf(x), most);
-    u32 code = nearest(multiply_rounded(size, 512.f)) & 0xff;  // below 2^-6: steps of 2^-9
-    if (size >= 0.015625f) {
+    // Below the smallest normal number, 2^-6 or 2^-14: steps of 2^-9 or 2^-16.
+    u32 code = nearest(multiply_rounded(size, wide ? 65536.f : 512.f)) & 0xff;
+    if (size >= (wide ? 6.10351562e-5f : 0.015625f)) {
+        const int shift = wide ? 21 : 20;
         const u32 bits = bits_of_float(size);
-        code = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
+        code = (bits + (1u << shift - 1) - 1 + (bits >> shift & 1) >> shift) - (wide ? 112 << 2 : 120 << 3);
     }
     return nan ? 0x7f : code | bits_of_float(x) >> 24 & 0x80;
 }
@@ -108,7 +114,7 @@ __device__ __forceinline__ void quantise_row(const AppendCodesParams& params, co
     const u16* const from = view(source).row(row.sequence, row.from, head);
     u8* const to = static_cast<u8*>(target.data) + row.block * target.strides.batch +
                    row.to * target.strides.seq + head * target.strides.head;
-    const CodeKind kind = Int4 ? CodeKind::Int4 : params.codes.is_int8 ? CodeKind::Int8 : CodeKind::E4m3;
+    const CodeKind kind = Int4 ? CodeKind::Int4 : CodeKind(params.codes.kind);
     float descale = 1.f;
     if (descales.of_rows != nullptr) {
         float amax = 0.f;

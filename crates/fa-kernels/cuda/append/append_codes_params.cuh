@@ -33,14 +33,14 @@ struct AppendCodes {
     AppendDescales v;
     // Rows of a sequence, or of a page, of the cache.
     int block_rows;
-    // Whether codes are int8, not e4m3.
-    int is_int8;
+    // Which codes of 8 bits: 0 e4m3, 1 int8, 2 e5m2.
+    int kind;
 };
 static_assert(sizeof(AppendCodes) == 56 && alignof(AppendCodes) == 8);
 static_assert(FA_OFFSETOF(AppendCodes, k) == 0);
 static_assert(FA_OFFSETOF(AppendCodes, v) == 24);
 static_assert(FA_OFFSETOF(AppendCodes, block_rows) == 48);
-static_assert(FA_OFFSETOF(AppendCodes, is_int8) == 52);
+static_assert(FA_OFFSETOF(AppendCodes, kind) == 52);
 
 }  // namespace fa
 

@@ -26,6 +26,16 @@ __device__ __forceinline__ float head_descale(const CodeDescales& descales, int 
                                        : descales.of_head[i64(batch) * descales.sequence_stride + kv_head];
 }
 
+// Whether the codes of latents, whose keys have columns of both tensors, are multiplied where they are
+// converted: unless one descale is that of all.
+__device__ __forceinline__ bool scales_latents(const FwdParams& params, int batch, int kv_head) {
+    const CacheParams& cache = cache_of(params);
+    if (cache.v.of_rows != nullptr) return true;
+    if (params.shape.head_dim == params.shape.head_dim_v) return false;
+    return cache.k.of_rows != nullptr ||
+           head_descale(cache.k, batch, kv_head) != head_descale(cache.v, batch, kv_head);
+}
+
 // The factors of a work tile's scores: those of the launch, or with Codes times K's descale.
 template <bool Codes>
 struct TileScores {
@@ -44,7 +54,10 @@ struct TileScores<true> {
 
     __device__ __forceinline__ explicit TileScores(const FwdParams& params) : params(params.score) {}
     __device__ __forceinline__ void of_tile(const FwdParams& launch, int batch, int kv_head) {
-        const float descale = head_descale(cache_of(launch).k, batch, kv_head);
+        multiply(launch, head_descale(cache_of(launch).k, batch, kv_head));
+    }
+    // Those of the launch times `descale`.
+    __device__ __forceinline__ void multiply(const FwdParams& launch, float descale) {
         params.scale = at_least(launch.score.scale * descale);
         params.scale_log2 = at_least(launch.score.scale_log2 * descale);
         params.softcap_exponent = launch.score.softcap_exponent * descale;

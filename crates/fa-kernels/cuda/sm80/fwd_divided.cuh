@@ -193,11 +193,12 @@ __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[2]) {
         Numbers::template add_nan<Apart>(Numbers::nan_bits(word), pairs);
 }
 
-// Adds to `nan` whether a code of the word is NaN that decode_pairs() hides: adding 1 to it changes the top
-// bit of its byte.
+// Adds to `nan` whether a code of the word is one that decode_pairs() hides: with an addition to its byte the
+// top bit changes.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ void note_nan(u32 word, u32& nan) {
-    if constexpr (Decoder<C.kv_dtype, C.dtype>::kHidesNan) nan |= word + 0x01010101 ^ word;
+    using Numbers = Decoder<C.kv_dtype, C.dtype>;
+    if constexpr (Numbers::kHidesNan) nan |= word + Numbers::kHidden ^ word;
 }
 // Whether note_nan() has seen one in any lane.
 template <Sm80FwdConfig C>
@@ -216,8 +217,8 @@ struct KeyDescales {
     __device__ __forceinline__ float at(int key) const { return of_keys == nullptr ? 1.f : of_keys[key]; }
 };
 
-// K as B, in FourColumns' order. With Exact codes of NaN are NaN, and those of rows with a descale are
-// multiplied by it; else NaN is noted in `nan`. `held` has the words of the last two contraction steps.
+// K as B, in FourColumns' order. With Exact codes of NaN are NaN; else NaN is noted in `nan`. `held` has the
+// words of the last two contraction steps.
 template <Sm80FwdConfig C, bool Exact>
 struct DividedK {
     using T = DividedTraits<C>;
@@ -225,15 +226,13 @@ struct DividedK {
     using Held = u32[kBlocks][4];
 
     Held& held;
-    KeyDescales descales;
     u32& nan;
     Either<T::kInt4, FourCodes<typename T::K>,
            Either<T::kCodes, FragmentReader<typename T::K, Operand::BStoredNK, true>,
                   FourColumns<typename T::K, Operand::BStoredNK>>>
         reader;
 
-    __device__ __forceinline__ DividedK(Held& held, const float* descales, u32& nan)
-        : held(held), descales{descales}, nan(nan) {}
+    __device__ __forceinline__ DividedK(Held& held, u32& nan) : held(held), nan(nan) {}
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
         if constexpr (T::kCodes) {
@@ -252,10 +251,8 @@ struct DividedK {
                     decode_word<C, false, Exact>(word, pairs);
                     if constexpr (!Exact) note_nan<C>(word, nan);
                 }
-                const float factor = Exact ? descales.at(16 * block + 8 * half + lane_index() / 4) : 1.f;
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    regs[2 * half + i] = Exact ? scale_pair<C.dtype>(pairs[i], factor, factor) : pairs[i];
+                for (int i = 0; i < 2; ++i) regs[2 * half + i] = pairs[i];
             }
         } else {
             reader.read(regs, address, 16 * block, 16 * step);
@@ -263,8 +260,9 @@ struct DividedK {
     }
 };
 
-// V as B. The even columns of 16 codes are in the first n8 block of the product, the odd ones in the second;
-// of 32 codes of 4 bits every fourth column is in one of four.
+// V as B, with Exact exact and times its rows' descales. The even columns of 16 codes are in the first n8
+// block of the product, the odd ones in the second; of 32 codes of 4 bits every fourth column is in one of
+// four.
 template <Sm80FwdConfig C, bool Exact>
 struct DividedV {
     using T = DividedTraits<C>;
@@ -354,12 +352,9 @@ struct DividedTiles {
             warp_multiply<C.dtype, C.head_dim / 16, 0, kAhead>(s, q, smem_q, operand,
                                                                smem + Smem::k_tile(stage, warp));
         };
-        bool exact = k.rows.descales != nullptr;
-        if (!exact) {
-            multiply(DividedK<C, false>(held, nullptr, nan));
-            exact = any_nan<C>(nan);
-        }
-        if (T::kCodes && exact) multiply(DividedK<C, true>(held, descales<false>(stage), nan));
+        multiply(DividedK<C, false>(held, nan));
+        if (T::kCodes && any_nan<C>(nan)) multiply(DividedK<C, true>(held, nan));
+        if (T::kCodes && k.rows.descales != nullptr) scale_keys(s, descales<false>(stage));
     }
 
     // O += P V of the keys of `stage`; `p` reads P from `s`.
@@ -372,17 +367,40 @@ struct DividedTiles {
             warp_multiply<C.dtype, T::kKeys / 16, 0, kAhead>(o, p, 0, operand,
                                                              smem + Smem::v_tile(stage, warp));
         };
-        bool exact = v.rows.descales != nullptr;
+        // Descales of rows are factors of P, which f16 would not hold.
+        constexpr bool kScalesP = T::kCodes && C.dtype == Dtype::Bf16;
+        const bool scales = v.rows.descales != nullptr;
+        bool exact = scales && !kScalesP;
         if (!exact) {
+            if (kScalesP && scales) scale_keys(s, descales<true>(stage));
             multiply(DividedV<C, false>(held, nullptr, nan));
             // NaN makes its column of O NaN in all rows, whatever P is: 0 leaves the others as they are.
             exact = any_nan<C>(nan);
             if (exact) clear(s);
         }
-        if (T::kCodes && exact) multiply(DividedV<C, true>(held, descales<true>(stage), nan));
+        if (T::kCodes && exact)
+            multiply(DividedV<C, true>(held, kScalesP ? nullptr : descales<true>(stage), nan));
     }
 
   private:
+    // Multiplies the scores, or probabilities, of each key by its descale.
+    __device__ __forceinline__ static void scale_keys(float (&s)[T::kRowBlocks][T::kKeys / 2],
+                                                      const float* of_keys) {
+        const float* const own = of_keys + lane_index() % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < T::kKeys / 8; ++block) {
+            const float2 factors = *reinterpret_cast<const float2*>(own + 8 * block);
+#pragma unroll
+            for (int f = 0; f < T::kRowBlocks; ++f) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    s[f][4 * block + 2 * r] *= factors.x;
+                    s[f][4 * block + 2 * r + 1] *= factors.y;
+                }
+            }
+        }
+    }
+
     __device__ __forceinline__ static void clear(float (&s)[T::kRowBlocks][T::kKeys / 2]) {
 #pragma unroll
         for (int f = 0; f < T::kRowBlocks; ++f) {

@@ -1,6 +1,7 @@
 // Attention forward for SM90 with heads wider than a warpgroup's registers: two warpgroups share the columns
 // of O, and V may be the first columns of K (latents).
 #pragma once
+#include "attn/descales.cuh"
 #include "attn/plan_few.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -11,6 +12,7 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
+#include "sm90/wide_codes.cuh"
 #include "sm90/wide_consumer.cuh"
 #include "sm90/wide_layout.cuh"
 #include "sm90/wide_load.cuh"
@@ -30,8 +32,10 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
     const int warp = warp_index();
     if (warp == 0 && elect_one()) {
         tma_prefetch_map(map_q);
-        tma_prefetch_map(map_k);
-        tma_prefetch_map(map_v);
+        if constexpr (!T::kCodes) {
+            tma_prefetch_map(map_k);
+            tma_prefetch_map(map_v);
+        }
         smem.init_barriers();
     }
     if constexpr (C.own_plan) plan_for_itself<R>(params, smem.q);
@@ -40,8 +44,10 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if constexpr (C.paged) {
-            if constexpr (C.gather) {
+        if constexpr (C.paged || T::kCodes) {
+            if constexpr (T::kCodes) {
+                wide::load_codes<C>(smem, params, map_q, warp);
+            } else if constexpr (C.gather) {
                 wide::gather_pages<C>(smem, params, map_q, warp);
             } else {
                 wide::produce_pages<C>(smem, params, map_q, map_k, map_v, warp);
@@ -60,6 +66,13 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
             wide::follow<C>(smem, params);
         }
     }
+}
+
+// The same for codes, which take no maps of K and V.
+template <Sm90WideConfig C, PlanRules R = PlanRules{}>
+__device__ __forceinline__ void sm90_wide(const WithCache& params, const TensorMap& map_q) {
+    static_assert(wide::Traits<C>::kCodes);
+    sm90_wide<C, R>(params, map_q, map_q, map_q);
 }
 
 }  // namespace fa

@@ -3,6 +3,7 @@
 // the follower computes the second half.
 #pragma once
 #include "attn/alibi.cuh"
+#include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
@@ -150,10 +151,11 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
     const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q));
     const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
     const u32 address_p = smem_address(smem.p);
-    const ScoreMod<C.softcap> score_mod{params.score};
+    TileScores<T::kCodes> scores(params);
+    const ScoreMod<C.softcap> score_mod{scores.params};
     // With ALiBi the scores are exponents already.
-    const float to_log2 = score_mod.to_log2();
-    const float scale_log2 = C.alibi ? 1.f : to_log2;
+    float to_log2 = score_mod.to_log2();
+    float scale_log2 = C.alibi ? 1.f : to_log2;
     PipelineState<1> q_state;
     PipelineState<C.kv_stages> k_state;
 
@@ -209,6 +211,19 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
                                                            work.tile.batch, kLog2e);
         Softmax<C.exp_poly_of_16, C.rescale_threshold> softmax;
         float rescale[2];
+        // Of latents V's descale is that of scores as well, or all are in the tiles.
+        [[maybe_unused]] bool is_scaled = false;
+        if constexpr (T::kCodes) {
+            const int kv_head = work.kv_head(params), batch = work.tile.batch;
+            if constexpr (C.latent) {
+                is_scaled = scales_latents(params, batch, kv_head);
+                scores.multiply(params, is_scaled ? 1.f : head_descale(cache_of(params).v, batch, kv_head));
+            } else {
+                scores.of_tile(params, batch, kv_head);
+            }
+            to_log2 = score_mod.to_log2();
+            scale_log2 = C.alibi ? 1.f : to_log2;
+        }
 
         // After S of tile `n_block`: releases what it read, and turns it into P.
         auto take_s = [&](int n_block) {
@@ -270,6 +285,9 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
             softmax.finish(factor, lse);
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, work.tile.head, factor, lse);
+        }
+        if constexpr (T::kCodes) {
+            if (!is_scaled) descale_rows(params, work.tile.batch, work.kv_head(params), factor);
         }
         named_barrier_sync(kRead, T::kThreads);
         publish(factor);

@@ -3,8 +3,10 @@
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
+#include "tile/codes.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/smem_tile.cuh"
 #include "types.cuh"
 
 namespace fa::wide {
@@ -22,14 +24,18 @@ struct Traits {
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
 
+    // K and V are codes, which four warps copy to stages of their own and convert (wide_codes.cuh).
+    static constexpr bool kCodes = is_code(C.kv_dtype);
+    static_assert(!kCodes || !C.gather);
+
     // Two warpgroups share the columns of O: the leader also computes S and P, the follower only its columns.
     static constexpr int kThreads = 256;               // of both
     static constexpr int kConsumerWarps = 8;           // of both
     static constexpr int kColumns = C.head_dim_v / 2;  // of O, of each
 
-    // Registers per thread after setmaxnreg. Producers need more with lengths on the device, and with the
-    // gather.
-    static constexpr int kMoreRegs = C.gather ? 16 : C.varied ? 8 : 0;
+    // Registers per thread after setmaxnreg. Producers need more with lengths on the device, with the gather
+    // and with codes.
+    static constexpr int kMoreRegs = kCodes ? 24 : C.gather ? 16 : C.varied ? 8 : 0;
     static constexpr int kProducerRegs = 24 + 2 * kMoreRegs;
     static constexpr int kConsumerRegs = 240 - kMoreRegs;
 
@@ -41,11 +47,25 @@ struct Traits {
     static constexpr int kRopePanels = C.latent ? K::kPanels - V::kPanels : 0;
     using Rope = PanelTile<C.tile_n, 64 * max_of(kRopePanels, 1)>;
 
-    // Warps that load keys in pages: by boxes of TMA or by copies. Without latents half of them load K, and
-    // half V. Warps that signal the arrival of a tile: all that copy, or the one that announces boxes.
+    // Warps that load keys in pages, and codes: by boxes of TMA or by copies. Without latents half of them
+    // load K, and half V. Warps that signal the arrival of a tile: all that copy, or the one that announces
+    // boxes.
     static constexpr int kPageWarps = 4;
     static constexpr int kMembers = C.latent ? kPageWarps : kPageWarps / 2;
-    static constexpr int kLoadingWarps = C.gather ? kMembers : 1;
+    static constexpr int kLoadingWarps = C.gather || kCodes ? kMembers : 1;
+
+    // Codes of the columns of a tensor in a tile of keys, all of whose rows a warp copies a part of.
+    template <int Columns>
+    using Codes = CodeTile<SmemTile<C.tile_n, Columns, true>, C.tile_n, 32 * kMembers, per_byte(C.kv_dtype)>;
+    using KeyCodes = Codes<64 * (C.latent ? max_of(kRopePanels, 1) : K::kPanels)>;
+    using ValueCodes = Codes<C.head_dim_v>;
+    // Bytes of a tile's codes: of K, and of both tensors.
+    static constexpr int kKeyCodes = C.latent && kRopePanels == 0 ? 0 : KeyCodes::kBytes;
+    static constexpr int kAllCodes = kKeyCodes + ValueCodes::kBytes;
+
+    // Bytes between the stages of K, or of V.
+    template <bool Values>
+    static constexpr u32 kStage = Values && !C.latent ? V::kBytes : K::kBytes;
 
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, kColumns>;
@@ -60,6 +80,18 @@ struct VTiles {
 };
 struct NoVTiles {};
 struct NoVBarriers {};
+// The codes of tiles: those of V behind those of K.
+template <int KBytes, int Bytes, int Stages, int TileN>
+struct CodeStages {
+    alignas(128) u8 tiles[Stages][Bytes];
+    alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
+
+    template <bool Values>
+    __device__ __forceinline__ u8* of(int stage) {
+        return tiles[stage] + (Values ? KBytes : 0);
+    }
+};
+struct NoCodeStages {};
 
 // The planner's account of sm90_wide names the same buffers in the same order; the generated unit asserts the
 // size.
@@ -70,6 +102,9 @@ struct alignas(1024) SharedStorage {
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     [[no_unique_address]] Either<C.latent, NoVTiles, VTiles<T::V::kBytes, C.kv_stages>> v;
     alignas(1024) u8 p[T::P::kBytes];
+    [[no_unique_address]] Either<T::kCodes,
+                                 CodeStages<T::kKeyCodes, T::kAllCodes, max_of(C.code_stages, 1), C.tile_n>,
+                                 NoCodeStages> codes;
     // From the leader to the follower: the factor of each row of O, beside P of a step and at the end.
     alignas(128) float factor[C.tile_m];
     PipelineBarriers<1> q_bars;
@@ -103,6 +138,6 @@ struct alignas(1024) SharedStorage {
 
 // Bytes between V's stages.
 template <Sm90WideConfig C>
-constexpr u32 kValueStage = C.latent ? Traits<C>::K::kBytes : Traits<C>::V::kBytes;
+constexpr u32 kValueStage = Traits<C>::template kStage<true>;
 
 }  // namespace fa::wide

@@ -1,5 +1,5 @@
-// Tiles of a cache of codes, of 8 bits (e4m3, int8) or of 4 (int4, two to a byte): copied to shared memory as
-// they are, then converted to the tiles of 16-bit elements that products read.
+// Tiles of a cache of codes, of 8 bits (e4m3, e5m2, int8) or of 4 (int4, two to a byte): copied to shared
+// memory as they are, then converted to the tiles of 16-bit elements that products read.
 #pragma once
 #include "attn/store_rows.cuh"
 #include "config.cuh"
@@ -14,7 +14,7 @@ namespace fa {
 
 // Whether elements of the type are codes.
 __host__ __device__ constexpr bool is_code(Dtype dtype) {
-    return dtype == Dtype::E4m3 || dtype == Dtype::Int8 || dtype == Dtype::Int4;
+    return dtype == Dtype::E4m3 || dtype == Dtype::E5m2 || dtype == Dtype::Int8 || dtype == Dtype::Int4;
 }
 
 // Codes in a byte.
@@ -26,8 +26,8 @@ struct Decoder {
     static_assert(is_code(Code) && (T == Dtype::F16 || T == Dtype::Bf16));
     static constexpr bool kF16 = T == Dtype::F16;
     static constexpr bool kConverts = kF16 && kConvertsE4m3;
-    // Whether decode_pairs() gives +-480 for NaN.
-    static constexpr bool kHidesNan = Code == Dtype::E4m3 && !kConverts;
+    // Whether decode_pairs() gives +-480 for NaN of e4m3, and 2^16 and more for what is not finite in e5m2.
+    static constexpr bool kHidesNan = Code == Dtype::E4m3 ? !kConverts : Code == Dtype::E5m2 && !kF16;
     enum { kVecs = 2 * per_byte(Code) };  // of numbers, in 16 bytes of codes
 
     // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and
@@ -36,21 +36,27 @@ struct Decoder {
     __device__ __forceinline__ static void decode_pairs(u32 word, u32 (&values)[2]) {
         if constexpr (Code == Dtype::Int8) {
             decode_int8(Apart ? bytes_of<0x3120>(word, 0) : word, values);
+        } else if constexpr (Code == Dtype::E5m2 && kF16) {
+            // The upper byte of f16.
+            values[0] = bytes_of<Apart ? 0x2404 : 0x1404>(word, 0);
+            values[1] = bytes_of<Apart ? 0x3414 : 0x3424>(word, 0);
         } else if constexpr (kConverts) {
             const u32 ordered = Apart ? bytes_of<0x3120>(word, 0) : word;
             values[0] = f16_of_e4m3(u16(ordered));
             values[1] = f16_of_e4m3(u16(ordered >> 16));
         } else {
             // The byte above a code is its sign, eight times. Shifted, sign, exponent and mantissa are in
-            // their places in T, 2^(bias of T - bias of e4m3) too small.
-            constexpr u32 kPlaces = kF16 ? 0xbf80bf80 : 0x87f087f0;
-            constexpr u32 kFactor = kF16 ? 0x5c005c00 : 0x7b807b80;  // 2^8, 2^120
-            constexpr u32 kNothing = 0x80008000;                     // -0
+            // their places in T, 2^(bias of T - bias of the code) too small.
+            constexpr bool kWide = Code == Dtype::E5m2;
+            constexpr int kShift = kF16 ? 7 : kWide ? 5 : 4;
+            constexpr u32 kPlaces = kF16 ? 0xbf80bf80 : kWide ? 0x8fe08fe0 : 0x87f087f0;
+            constexpr u32 kFactor = kF16 ? 0x5c005c00 : kWide ? 0x77807780 : 0x7b807b80;  // 2^8, 2^112, 2^120
+            constexpr u32 kNothing = 0x80008000;                                          // -0
             const u32 extended[2] = {signed_bytes_of<Apart ? 0xa280 : 0x9180>(word),
                                      signed_bytes_of<Apart ? 0xb391 : 0xb3a2>(word)};
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                values[i] = fma_packed<T>(extended[i] << (kF16 ? 7 : 4) & kPlaces, kFactor, kNothing);
+                values[i] = fma_packed<T>(extended[i] << kShift & kPlaces, kFactor, kNothing);
         }
     }
 
@@ -93,11 +99,14 @@ struct Decoder {
         values[1] = int4_pair(apart >> 8);
     }
 
-    // The top bit of each byte of a word: whether its code is NaN.
+    // The least of the codes that decode_pairs() hides, less 0x80, in each byte.
+    static constexpr u32 kHidden = Code == Dtype::E5m2 ? 0x04040404 : 0x01010101;
+
+    // The top bit of each byte of a word: whether its code is NaN, or in e5m2 infinite.
     __device__ __forceinline__ static u32 nan_bits(u32 word) {
-        return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
+        return (word & 0x7f7f7f7f) + kHidden & 0x80808080;
     }
-    // Makes NaN of the numbers of decode_pairs() whose codes have a bit in nan_bits().
+    // Makes NaN, or infinities, of the numbers of decode_pairs() whose codes have a bit in nan_bits().
     template <bool Apart>
     __device__ __forceinline__ static void add_nan(u32 bits, u32 (&values)[2]) {
         values[0] = with_nan(values[0], bytes_of<Apart ? 0x2404 : 0x1404>(bits, 0));
@@ -204,6 +213,8 @@ struct CodeTile {
     // Sweeps whose units are converted side by side, which hides the latency of each step: about four units
     // of 16 numbers.
     static constexpr int kAtOnce = max_of(1, min_of(kSweeps, 4 / PerByte / kPanels));
+    // Panels of a sweep: of wide rows not all.
+    static constexpr int kPanelsAtOnce = kPanels > 4 ? 2 : kPanels;
 
     // The same of `AtOnce` sweeps at once; returns not 0 if a code is NaN, and does not come out as NaN.
     template <Dtype Code, Dtype T, int AtOnce, bool KeepsNan, bool Scales>
@@ -217,7 +228,7 @@ struct CodeTile {
 #pragma unroll AtOnce
         for (int sweep = 0; sweep < kSweeps; ++sweep) {
             if (!has_row(thread, sweep)) break;
-#pragma unroll
+#pragma unroll kPanelsAtOnce
             for (int panel = 0; panel < kPanels; ++panel) {
                 Vec16 values[2 * PerByte];
                 const Vec16 codes = *reinterpret_cast<const Vec16*>(stage + unit(thread, sweep, panel));

@@ -105,8 +105,8 @@ param_struct! {
         pub v: AppendDescales,
         /// Rows of a sequence, or of a page, of the cache.
         pub block_rows: i32,
-        /// Whether codes are int8, not e4m3.
-        pub is_int8: i32,
+        /// Which codes of 8 bits: 0 e4m3, 1 int8, 2 e5m2.
+        pub kind: i32,
     }
 }
 

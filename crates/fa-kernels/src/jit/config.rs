@@ -37,7 +37,7 @@ macro_rules! config_enums {
 }
 
 config_enums! {
-    Dtype { F32, F16, Bf16, E4m3, Int8, Int4 }
+    Dtype { F32, F16, Bf16, E4m3, Int8, Int4, E5m2 }
     MaskKind { Full, Causal, Window }
     Scheduler { PerTile, Static, Dynamic }
     TileOrder { Natural, LongestFirst }

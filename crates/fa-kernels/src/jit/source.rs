@@ -44,7 +44,7 @@ pub const APPEND_INT4: &str = "fa_append_int4";
 pub const fn append_entry(codes: Option<Codes>) -> &'static str {
     match codes {
         None => APPEND,
-        Some(Codes::E4m3 | Codes::Int8) => APPEND_CODES,
+        Some(Codes::E4m3 | Codes::Int8 | Codes::E5m2) => APPEND_CODES,
         Some(Codes::Int4) => APPEND_INT4,
     }
 }
@@ -290,7 +290,9 @@ impl Source {
     pub fn append(codes: Option<Codes>, arch: Arch, headers: &Headers) -> Result<Source, Error> {
         let (what, header, params) = match codes {
             None => ("append", "append", "AppendParams"),
-            Some(Codes::E4m3 | Codes::Int8) => ("append of codes", "append_codes", "AppendCodesParams"),
+            Some(Codes::E4m3 | Codes::Int8 | Codes::E5m2) => {
+                ("append of codes", "append_codes", "AppendCodesParams")
+            }
             Some(Codes::Int4) => ("append of int4 codes", "append_codes", "AppendInt4Params"),
         };
         let entry = append_entry(codes);

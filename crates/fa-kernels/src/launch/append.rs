@@ -263,7 +263,11 @@ impl AppendLaunch {
                 k: of(descales.k, at.k_descale),
                 v: of(descales.v, at.v_descale),
                 block_rows: self.append.cache_shape(0)[1].min(1 << 30) as i32,
-                is_int8: self.append.codes.is_some_and(|codes| codes.kind == Codes::Int8).into(),
+                kind: match self.append.codes.map(|codes| codes.kind) {
+                    None | Some(Codes::E4m3 | Codes::Int4) => 0,
+                    Some(Codes::Int8) => 1,
+                    Some(Codes::E5m2) => 2,
+                },
             },
         }
     }

@@ -83,7 +83,7 @@ const fn type_of(dtype: Dtype) -> i32 {
     match dtype {
         Dtype::F32 => 0,
         Dtype::F16 => 1,
-        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => 2,
+        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => 2,
     }
 }
 

@@ -200,7 +200,7 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
         Dtype::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         Dtype::Bf16 => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         // 8-bit floats are copied as bytes: there is no type of their own.
-        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let bytes = dtype.bytes() as u64;
     // The stride of an axis of length 1 is never used; it only has to pass the driver's checks.

@@ -16,7 +16,7 @@ impl Case {
         match self.problem.types.wide() {
             Dtype::F16 => Some(bits_of::<half::f16>(self)),
             Dtype::Bf16 => Some(bits_of::<half::bf16>(self)),
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => None,
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => None,
         }
     }
 }

@@ -29,6 +29,9 @@ const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask::causal_window(130), Ma
 /// The same of 4 bits.
 const INT4: [(Dtype, Dtype); 2] = [(Dtype::Bf16, Dtype::Int4), (Dtype::F16, Dtype::Int4)];
 
+/// The same in e5m2.
+const E5M2: [(Dtype, Dtype); 2] = [(Dtype::Bf16, Dtype::E5m2), (Dtype::F16, Dtype::E5m2)];
+
 fn of(types: &[(Dtype, Dtype)], turn: usize, head_dim: usize) -> Problem {
     let (heads_q, heads_kv) = [(8, 2), (4, 4), (6, 1)][turn % 3];
     let (q, kv) = types[turn % types.len()];
@@ -43,6 +46,40 @@ fn of(types: &[(Dtype, Dtype)], turn: usize, head_dim: usize) -> Problem {
 pub(crate) fn codes(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases = of_types(extent, repeat, &TYPES, [128, 64, 256, 96, 80]);
     cases.extend(of_types(extent, repeat, &INT4, [128, 64, 256, 96, 32]));
+    cases.extend(of_types(extent, repeat, &E5M2, [128, 64, 256, 96, 80]));
+    cases.extend(wide());
+    cases
+}
+
+/// Latents, and heads of more than 256 columns: tokens on pages of any size, splits, chunks and prefill.
+fn wide() -> Vec<Case> {
+    let types = [TYPES, [INT4[0], INT4[1], E5M2[0], E5M2[1]]].concat();
+    let latent = |turn: usize| {
+        of(&types, turn, 576)
+            .with_heads([16, 32, 8][turn % 3], 1)
+            .with_head_dim_v(512)
+            .with_latent(true)
+            .with_softmax_scale(Some(0.07))
+    };
+    let apart = |turn: usize| {
+        let (head_dim, head_dim_v) = [(512, 512), (320, 256)][turn % 2];
+        of(&types, turn, head_dim).with_head_dim_v(head_dim_v).with_heads(8, 4)
+    };
+    let mut cases = Vec::new();
+    for turn in 0..types.len() {
+        for (problem, what) in [(latent(turn), "latent"), (apart(turn), "wide")] {
+            let cache = pages_of(&[700, 33, 0, 250, 1], [64, 1, 16][turn % 3], turn as u64);
+            let tokens = Sequences { q: Ragged::uniform(5, [1, 2, 4][turn % 3]), k: cache };
+            cases.push(Case { split: turn % 2 == 0, ..case_of("codes", what, problem, tokens) });
+            let Sequences { q, k } = packed_of(&[100, 0, 1, 64], &[130, 7, 0, 300], turn);
+            cases.push(case_of("codes", what, problem, Sequences { q, k }));
+            let (queries, keys) = [(130, 333), (1, 2049)][turn % 2];
+            cases.push(Case {
+                what,
+                ..case("codes", problem.with_lengths(Lengths::uniform(2, queries, keys)))
+            });
+        }
+    }
     cases
 }
 

@@ -193,7 +193,7 @@ fn types(
     match (spec, form) {
         (Some(spec), _) => spec.types,
         (None, Form::Fp8) => Types::fp8(Dtype::Bf16),
-        (None, Form::Half) if has_codes => half.with_kv(random.of(&Dtype::CODES)),
+        (None, Form::Half | Form::Wide) if has_codes => half.with_kv(random.of(&Dtype::CODES)),
         (None, Form::Half | Form::Wide) => half,
     }
 }

@@ -38,19 +38,34 @@ pub fn expected<T: Element>(
             Ok((reference::Forward { out_noise, lse_noise, ..exact }, low))
         }
         KvRef::Same(q) => {
-            let exact = of_converted(problem, arguments, &q, [&k, &v])?;
-            Ok((exact, low_precision::forward_extras(problem, arguments, &q, &k, &v)?))
+            let exact = of_converted(problem, arguments, &q, [&k, &v], false)?;
+            let low = low_precision::forward_extras(problem, arguments, &q, &k, &v)?;
+            let of_rows = |form| form == DescaleForm::TokenHead;
+            if !of_rows(problem.descales.k) && !of_rows(problem.descales.v) {
+                return Ok((exact, low));
+            }
+            // Some kernels round rows with a descale of their own to Q's type, others apply it to scores and
+            // probabilities: the noise is twice what lies between, of which half is for their other errors.
+            let rounded = of_converted(problem, arguments, &q, [&k, &v], true)?;
+            let between = |one: &[f64], other: &[f64]| {
+                let differences = one.iter().zip(other).map(|(a, b)| (a - b).abs());
+                differences.filter(|difference| difference.is_finite()).fold(0.0, f64::max)
+            };
+            let out_noise = exact.out_noise + 2.0 * between(&exact.out, &rounded.out);
+            let lse_noise = 2.0 * between(&exact.lse, &rounded.lse);
+            Ok((reference::Forward { out_noise, lse_noise, ..exact }, low))
         }
     }
 }
 
-/// The f64 result on the numbers that a kernel computes with: those of codes are exact, but with a descale of
-/// their own rows become elements of Q's type.
+/// The f64 result on the numbers of codes: exact, or where `rounds` as elements of Q's type in rows with a
+/// descale of their own.
 fn of_converted<T: Element>(
     problem: &Problem,
     arguments: Arguments<'_>,
     q: &TensorRef<'_, T>,
     sides: [&TensorRef<'_, u8>; 2],
+    rounds: bool,
 ) -> Result<reference::Forward, CpuError> {
     let descales = problem.descales;
     let plain = problem.with_types(Types::same(Dtype::F32)).with_descales(Descales::NONE);
@@ -77,7 +92,7 @@ fn of_converted<T: Element>(
                     for (column, number) in numbers[row * dim..(row + 1) * dim].iter_mut().enumerate() {
                         let (byte, index) = (column / codes.per_byte(), column % codes.per_byte());
                         let value = codes.number(bits.at(entry, at, head, byte), index) * descale;
-                        let is_rounded = form == DescaleForm::TokenHead;
+                        let is_rounded = rounds && form == DescaleForm::TokenHead;
                         *number = if is_rounded { T::from_f32(value).to_f32() } else { value };
                     }
                 }

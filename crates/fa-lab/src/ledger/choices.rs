@@ -1,6 +1,9 @@
 //! The planner's first choices for packed, paged and split problems: they have to compile as planned.
 
-use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
+use fa_core::{
+    Alibi, Arch, DescaleForm, Descales, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod,
+    Side, Types,
+};
 use fa_planner::plan::{PlanOptions, plan};
 
 use crate::error::Result;
@@ -60,7 +63,21 @@ fn wide() -> Vec<Problem> {
     };
     let square = Problem::square(1, 8 << 10, 8, 512, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(4);
     let dense = latent.with_lengths(Lengths::uniform(8, 1, 8 << 10));
-    vec![dense, paged(64), paged(1), square, square.with_head_dims(320, 256)]
+    let in_codes = |problem: Problem, kv| {
+        let types = Types::same(Dtype::Bf16).with_kv(kv);
+        problem.with_types(types).with_descales(Descales::both(DescaleForm::Head))
+    };
+    vec![
+        dense,
+        paged(64),
+        paged(1),
+        square,
+        square.with_head_dims(320, 256),
+        in_codes(dense, Dtype::E4m3),
+        in_codes(paged(64), Dtype::E4m3),
+        in_codes(square, Dtype::E4m3),
+        in_codes(square.with_head_dims(320, 256), Dtype::Int8),
+    ]
 }
 
 /// The first choices, each once.

@@ -85,7 +85,7 @@ pub(super) fn examine(session: &Session, case: &Case, merge: &Merge) -> Result<F
         Dtype::F32 => into::<f32>(session, case, merge),
         Dtype::F16 => into::<f16>(session, case, merge),
         Dtype::Bf16 => into::<bf16>(session, case, merge),
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
             Err(Error::NotTried(format!("nothing is merged in {dtype}")))
         }
     }
@@ -96,7 +96,7 @@ fn into<P: Value>(session: &Session, case: &Case, merge: &Merge) -> Result<Found
         Dtype::F32 => judged::<P, f32>(session, case, merge),
         Dtype::F16 => judged::<P, f16>(session, case, merge),
         Dtype::Bf16 => judged::<P, bf16>(session, case, merge),
-        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4) => {
+        dtype @ (Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) => {
             Err(Error::NotTried(format!("nothing is merged into {dtype}")))
         }
     }
@@ -130,7 +130,9 @@ fn judged<P: Value, O: Value>(session: &Session, case: &Case, merge: &Merge) -> 
         let tolerance = |value: f32| match merge.out {
             Dtype::F32 => 1e-5 * (1.0 + f64::from(value).abs()),
             Dtype::F16 => 1e-3 * (0.1 + f64::from(value).abs()),
-            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 => 8e-3 * (0.1 + f64::from(value).abs()),
+            Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                8e-3 * (0.1 + f64::from(value).abs())
+            }
         };
         let of_lse = if need == lse[at] { 0.0 } else { (f64::from(need) - f64::from(lse[at])).abs() / 1e-5 };
         let errors = found

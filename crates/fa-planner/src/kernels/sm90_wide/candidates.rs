@@ -41,6 +41,7 @@ pub fn candidates(
     };
     let parts = head_parts(problem.group_size());
     let tiled = problem.with_heads_kv(problem.heads_kv.saturating_mul(parts as usize));
+    let codes = problem.types.kv.is_code();
     let alike = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(&problem).varied;
     let steps = if problem.latent { &LATENT_STEPS[..] } else { &STEPS[..] };
     steps.iter().flat_map(move |&(tile_n, overlap)| {
@@ -54,7 +55,7 @@ pub fn candidates(
                     tile_order: if alike { TileOrder::Natural } else { TileOrder::LongestFirst },
                     pack_gqa,
                     head_parts: if pack_gqa { parts } else { 1 },
-                    gather: gathers(&problem, tile_n, (head_dims[0], head_dims[1])),
+                    gather: !codes && gathers(&problem, tile_n, (head_dims[0], head_dims[1])),
                     ..Sm90Wide::default()
                 };
                 let copies = kernel.gather && tile_n < TILE;

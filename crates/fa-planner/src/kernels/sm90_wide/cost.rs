@@ -29,19 +29,29 @@ const IN_FLIGHT_S: f64 = 2.6e-6;
 
 /// Bytes of the rows of a key in shared memory: latent rows hold their values.
 fn key_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
-    let columns = if k.latent { spec.head_dim } else { spec.head_dim + spec.head_dim_v };
-    f64::from(columns * spec.elem_bytes())
+    f64::from(k.key_columns(spec) * spec.elem_bytes())
 }
+
+/// The same in device memory.
+fn stored_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
+    f64::from(k.key_columns(spec)) * spec.types.kv.bytes_per_number()
+}
+
+/// Codes that the producer's warps convert in a clock, as those of `sm90_fwd`.
+const CODES_PER_CLOCK: f64 = 16.0;
 
 /// Where each key is read once, loads are in flight whenever a buffer is free.
 fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> Memory {
     if rows > k.tile_m as usize {
         return Memory::Throttled;
     }
-    let step_bytes = f64::from(k.tile_n) * key_bytes(spec, k);
+    let step_bytes = f64::from(k.tile_n) * stored_bytes(spec, k);
     let enough = IN_FLIGHT_S * limits.hbm_bytes_per_s / f64::from(limits.sms);
     // A tile of latents waits for the next one before its P V.
-    let loading = k.kv_stages - u32::from(k.latent && k.overlap);
+    let loading = match spec.reads_codes() {
+        true => k.code_stages(spec),
+        false => k.kv_stages - u32::from(k.latent && k.overlap),
+    };
     let in_flight = f64::from(loading) * step_bytes / enough;
     Memory::Fed { in_flight, step_bytes, planned: spec.reads.varied, coarse: 0.0 }
 }
@@ -64,7 +74,9 @@ fn model(
     // S reads Q and K, P V reads V, and one of its warpgroups P, which the other one writes; TMA writes keys.
     let bytes = f64::from(spec.elem_bytes());
     let keys = tile_n * key_bytes(spec, k);
-    let traffic = ((tile_m + tile_n) * hd + tile_n * hdv + 2.0 * scores) * bytes + keys;
+    // Codes are written and read once more before they are converted.
+    let staged = if spec.reads_codes() { 2.0 * tile_n * stored_bytes(spec, k) } else { 0.0 };
+    let traffic = ((tile_m + tile_n) * hd + tile_n * hdv + 2.0 * scores) * bytes + keys + staged;
     let smem = traffic / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
@@ -82,7 +94,7 @@ fn model(
     let parts = problem
         .lengths
         .page()
-        .filter(|_| !k.gather)
+        .filter(|_| !k.gather && !spec.reads_codes())
         .map(|page| k.tile_n as usize / page_part(page, k.tile_n));
     let panels = key_bytes(spec, k) / (64.0 * bytes);
     let copies = parts.map_or(0.0, |parts| panels * parts as f64 * BOX_CLOCKS / BOX_WARPS);
@@ -109,5 +121,10 @@ fn model(
         in_clusters: false,
         memory: memory(spec, k, rows, limits),
     };
-    (model, (hidden + exposed).max(copies))
+    let codes = f64::from(k.key_columns(spec)) * tile_n;
+    let conversion = if spec.reads_codes() { codes / CODES_PER_CLOCK } else { 0.0 };
+    let step = hidden + exposed;
+    // With a single tile nothing hides the conversion of the next.
+    let step = if k.kv_stages == 1 { step + conversion } else { step.max(conversion) };
+    (model, step.max(copies))
 }

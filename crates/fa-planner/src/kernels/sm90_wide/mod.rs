@@ -33,7 +33,15 @@ impl PlannedKernel for Sm90Wide {
     }
 
     fn code(&self) -> Code {
-        Code { varied: true, paged: true, split: true, packs_gqa: true, programs: false, ..Code::DENSE }
+        Code {
+            varied: true,
+            paged: true,
+            split: true,
+            packs_gqa: true,
+            programs: false,
+            codes: true,
+            ..Code::DENSE
+        }
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {

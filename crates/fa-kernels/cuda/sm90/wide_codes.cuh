@@ -1,0 +1,188 @@
+// The producer of the SM90 forward for wide heads and a cache of codes: warps copy the codes of all columns
+// of their rows by cp.async to stages of their own, and convert them into the tiles that TMA would write.
+#pragma once
+#include "attn/code_rows.cuh"
+#include "attn/descales.cuh"
+#include "config.cuh"
+#include "fwd_params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "sm90/wide_layout.cuh"
+#include "sm90/wide_load.cuh"
+#include "sm90/wide_tiles.cuh"
+#include "tile/codes.cuh"
+#include "tile/pipeline.cuh"
+#include "types.cuh"
+
+namespace fa::wide {
+
+// The columns of one tensor in a tile of keys. A thread has the same rows in all of its panels, and looks up
+// where they are by itself.
+template <Sm90WideConfig C, bool Values>
+struct CodeColumns {
+    using T = Traits<C>;
+    using Codes = Either<Values, typename T::ValueCodes, typename T::KeyCodes>;
+    using Rows = CodeRows<C.paged>;
+
+    // The page table's entries of the thread's rows.
+    struct Entries {
+        int of[Codes::kSweeps];
+    };
+
+    Rows rows;
+    float of_head;  // the descale of rows that have none of their own
+    int row_bytes;
+
+    __device__ __forceinline__ CodeColumns(const FwdParams& params, const QueryTile<C>& work)
+        : rows(Rows::of(params, Values ? params.v : params.k, descales(params), work.seqlen, work.tile.batch,
+                        work.kv_head(params))),
+          of_head(head_descale(descales(params), work.tile.batch, work.kv_head(params))),
+          row_bytes(columns(params.shape) / per_byte(C.kv_dtype)) {}
+
+    __device__ __forceinline__ static const CodeDescales& descales(const FwdParams& params) {
+        return Values ? cache_of(params).v : cache_of(params).k;
+    }
+    // Of the tensor: K of latents has those behind V's.
+    __device__ __forceinline__ static int columns(const ShapeParams& shape) {
+        if constexpr (Values) return shape.head_dim_v;
+        return shape.head_dim - (C.latent ? shape.head_dim_v : 0);
+    }
+    __device__ __forceinline__ static int key_of(int thread, int sweep, int n_block) {
+        return n_block * C.tile_n + Codes::row(thread, sweep);
+    }
+    __device__ __forceinline__ Entries entries_of(int thread, int n_block) const {
+        Entries entries;
+#pragma unroll
+        for (int sweep = 0; sweep < Codes::kSweeps; ++sweep)
+            entries.of[sweep] = rows.entry_of(key_of(thread, sweep, n_block));
+        return entries;
+    }
+
+    // Starts to copy tile `n_block` to `codes`, and with `scales` the descale of each row to `to`, whose
+    // readers are the lanes that share the row. `counts`: the tensor's missing pages are counted.
+    template <class AnyEntries>
+    __device__ __forceinline__ void start(u32 codes, float* to, bool scales, bool counts, int thread,
+                                          int n_block, const AnyEntries& entries) const {
+        const bool leads = thread % Codes::kLanes == 0;
+        Codes::start(codes, thread, rows.first, row_bytes, [&](int sweep) {
+            const auto place =
+                rows.place_of(key_of(thread, sweep, n_block), entries.of[sweep], counts && leads);
+            if (scales && leads) {
+                float* const own = to + Codes::row(thread, sweep);
+                if (rows.descales != nullptr) {
+                    rows.copy_descale(smem_address(own), place);
+                } else {
+                    *own = of_head;
+                }
+            }
+            return place.at;
+        });
+    }
+};
+
+// The loop of a warp, the `member`-th of those that load the same tensor, or of all in the latent form:
+// converts a tile once it has started the copies of `code_stages` - 1 more.
+template <Sm90WideConfig C, bool Values>
+__device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdParams& params,
+                                              const TensorMap& map_q, int member) {
+    using T = Traits<C>;
+    using Columns = CodeColumns<C, Values>;
+    using Rope = CodeColumns<C, false>;
+    constexpr bool kRope = C.latent && T::kRopePanels > 0;
+    static_assert(!C.latent || Values, "latents are V's");
+    PipelineState<1> q_state;
+    PipelineState<C.kv_stages> state;
+    PipelineState<C.code_stages> started, converted;
+    int pending = 0;  // tiles that are copied but not converted
+    u32 scaled = 0;   // stages, as bits, whose numbers are multiplied where they are converted
+    const int thread = 32 * member + lane_index();
+    auto& bars = [&]() -> auto& {
+        if constexpr (Values) {
+            return smem.value_bars();
+        } else {
+            return smem.k_bars;
+        }
+    }();
+    const bool loads_q = Values && member == T::kMembers - 1;
+
+    // Converts the oldest tile, whose copies have arrived.
+    auto convert = [&] {
+        // The rows' descales were written by other lanes.
+        warp_sync();
+        bars.wait_empty(state);
+        const int from = converted.stage;
+        const bool scales = scaled >> from & 1;
+        u8* const tile = (Values ? smem.values() : smem.k[0]) + state.stage * T::template kStage<Values>;
+        Columns::Codes::template convert<C.kv_dtype, C.dtype>(
+            smem.codes.template of<Values>(from), tile, thread,
+            scales ? smem.codes.descales[from][Values] : nullptr);
+        if constexpr (kRope) {
+            Rope::Codes::template convert<C.kv_dtype, C.dtype>(
+                smem.codes.template of<false>(from), tile + T::V::kBytes, thread,
+                scales ? smem.codes.descales[from][0] : nullptr);
+        }
+        fence_async_shared();
+        warp_sync();
+        if (lane_index() == 0) mbarrier_arrive(bars.full[state.stage]);
+        state.advance();
+        converted.advance();
+        --pending;
+    };
+    auto convert_all = [&] {
+        cp_async_wait<0>();
+#pragma unroll 1
+        while (pending > 0) convert();
+    };
+
+    for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
+        if (loads_q) {
+            // The consumers free the queries once they have used all keys of the previous work tile.
+            convert_all();
+            if (lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
+        }
+        const Columns columns(params, work);
+        [[maybe_unused]] const Rope rope(params, work);
+        const bool scales = C.latent ? scales_latents(params, work.tile.batch, work.kv_head(params))
+                                     : columns.rows.descales != nullptr;
+        auto entries = columns.entries_of(thread, work.range.end - 1);
+#pragma unroll 1
+        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+            if (pending == C.code_stages) {
+                cp_async_wait<C.code_stages - 1>();
+                convert();
+            }
+            const int to = started.stage;
+            columns.start(smem_address(smem.codes.template of<Values>(to)), smem.codes.descales[to][Values],
+                          scales, Values == C.latent, thread, n_block, entries);
+            if constexpr (kRope) {
+                rope.start(smem_address(smem.codes.template of<false>(to)), smem.codes.descales[to][0],
+                           scales, false, thread, n_block, entries);
+            }
+            cp_async_commit();
+            scaled = scaled & ~(1u << to) | u32(scales) << to;
+            started.advance();
+            ++pending;
+            // In flight while the oldest tile is converted.
+            if (n_block > work.range.begin) entries = columns.entries_of(thread, n_block - 1);
+        }
+    });
+    convert_all();
+}
+
+template <Sm90WideConfig C>
+__device__ __forceinline__ void load_codes(SharedStorage<C>& smem, const FwdParams& params,
+                                           const TensorMap& map_q, int warp) {
+    if constexpr (C.latent) {
+        produce_codes<C, true>(smem, params, map_q, warp);
+    } else if (warp < Traits<C>::kMembers) {
+        produce_codes<C, false>(smem, params, map_q, warp);
+    } else {
+        produce_codes<C, true>(smem, params, map_q, warp - Traits<C>::kMembers);
+    }
+}
+
+}  // namespace fa::wide
