@@ -88,6 +88,7 @@ pub fn candidates(
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa,
                 gather: !codes && gathers(&problem, tile_n, (head_dim, head_dim_v)),
+                blocks_per_sm: 1,
             };
             let spec_of = |kernel: &Sm90Fwd| KernelSpec {
                 split,
