@@ -26,7 +26,7 @@ struct EmuLaunch {
     const char* name;
     void (*entry)(const void* const* arguments);
     const void* const* arguments;  // the parameters, and tensor maps where the entry takes them
-    u32 grid, threads, cluster, resident, smem_bytes, cp_async;
+    u32 grid, threads, cluster, resident, smem_bytes, cp_async, blocks_per_sm;
 };
 }
 
@@ -141,7 +141,7 @@ EMU_EXPORT int emu_launch(void* session_, const EmuLaunch* launch) {
     Dl_info info{};
     dladdr(reinterpret_cast<const void*>(launch->entry), &info);
     m.unit_begin = static_cast<char*>(info.dli_fbase);
-    const int registers = int(std::min(255u, 65536 / launch->threads / 8 * 8));
+    const int registers = int(std::min(255u, 65536 / (launch->threads * launch->blocks_per_sm) / 8 * 8));
     const EmuLaunch own = *launch;
     m.launch = {[own] { own.entry(own.arguments); },
                 launch->name,

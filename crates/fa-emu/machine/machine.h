@@ -157,7 +157,7 @@ struct Cta {
     std::unordered_map<u32, std::vector<std::pair<Slot, u32>>> atomics;  // of a word since it was written
     int alive;
     int agents = 0;
-    int free_registers;
+    int free_registers = 0;  // that setmaxnreg has given back
 
     explicit Cta(u32 smem_bytes) : shadow(smem_bytes) {}
     bool finished() const { return alive == 0; }

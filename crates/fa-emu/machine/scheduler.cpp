@@ -21,7 +21,6 @@ constexpr u64 kLivelockSteps = 400000;
 // When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an
 // operation in flight.
 constexpr u64 kStarvedSteps = 1000;
-constexpr u32 kRegisterFile = 65536;
 
 void check_thread_exit(Thread& thread) {
     Warp& warp = *thread.warp;
@@ -65,7 +64,6 @@ std::unique_ptr<Cta> make_cta(Machine& machine, Cluster& cluster, u32 index, u32
         static_cast<u8*>(aligned_alloc(1024, (launch.smem_bytes + kBeyondShared + 1023) / 1024 * 1024));
     memset(cta->memory, 0xff, launch.smem_bytes);
     cta->alive = int(count);
-    cta->free_registers = int(kRegisterFile - u32(launch.registers) * count);
     cta->threads = std::vector<Thread>(count);
     cta->warps.resize(count / 32);
     const bool by_chance = machine.options.pace == Pace::Random;

@@ -107,6 +107,7 @@ impl EmulatedKernel for Sm90Fwd {
                 ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
                 ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),
                 ("gather", |k, _| k.gather = !k.gather),
+                ("blocks_per_sm", |k, random| k.blocks_per_sm = 2 + random.below(2) as u32),
             ],
             true,
             random,

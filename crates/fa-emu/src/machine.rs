@@ -115,6 +115,7 @@ struct RawLaunch {
     resident: u32,
     smem_bytes: u32,
     cp_async: u32,
+    blocks_per_sm: u32,
 }
 
 /// The loaded machine.
@@ -203,6 +204,8 @@ pub(crate) struct Launch<'a> {
     pub resident: u32,
     pub smem_bytes: u32,
     pub cp_async: bool,
+    /// CTAs that share the registers of an SM.
+    pub blocks_per_sm: u32,
 }
 
 /// Launches over the same device memory.
@@ -256,6 +259,7 @@ impl Session<'_> {
             resident: launch.resident,
             smem_bytes: launch.smem_bytes,
             cp_async: launch.cp_async.into(),
+            blocks_per_sm: launch.blocks_per_sm,
         };
         // SAFETY: the caller's promise.
         unsafe { self.machine.emu_launch()(self.handle, &raw) != 0 }

@@ -76,6 +76,7 @@ impl Unit {
         let session = self.machine.session(options, self.spec.kernel.pass().deterministic());
         memory.name_regions(&session, &launches);
         let mut params = launches.params(&addresses);
+        let blocks_per_sm = self.spec.traits().blocks_per_sm;
         let maps: Vec<EmulatedMap> =
             launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.q)).collect();
         for step in launches.steps.iter().filter(|step| launches.takes(step, &addresses)) {
@@ -101,6 +102,7 @@ impl Unit {
                             // So do the kernels of arrays' gradients, of every family.
                             cp_async: self.spec.traits().copies_rows()
                                 || launch.entry.starts_with("fa_array_gradient"),
+                            blocks_per_sm: if launch.entry == fa_kernels::ENTRY { blocks_per_sm } else { 1 },
                         })
                     };
                     if !finished {

@@ -85,6 +85,7 @@ impl<'a> Run<'a> {
                 resident: self.resident,
                 smem_bytes: shape.smem,
                 cp_async: false,
+                blocks_per_sm: 1,
             })
         };
         faults(&self.session.result(), finished)

@@ -127,6 +127,9 @@ struct Sm90FwdConfig {
     // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
     // with a box for each part of a page. Requires equal panels of K and V.
     bool gather;
+    // CTAs that share an SM and its registers, 1 to 4: with more, one loads and stores while others
+    // compute.
+    int blocks_per_sm;
     // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
     // tiles where they have not (nearly all) no maximum is taken and O is not rescaled. Any reference within
     // 2^rescale_threshold of the maximum gives the same relative precision.

@@ -98,6 +98,8 @@ impl LabKernel for Sm90Fwd {
                 |k| k.kv_stages += 1,
                 |k| k.cluster_m = 3 - k.cluster_m,
                 |k| k.scheduler = Scheduler::PerTile,
+                |k| k.blocks_per_sm += 1,
+                |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
             ],
         )
     }

@@ -40,6 +40,9 @@ pub const SETMAXNREG: [SetMaxNReg; 3] = [
     SetMaxNReg { mma: 160, producer: 32 },
 ];
 
+/// Registers of an SM.
+const REGISTERS: u32 = 1 << 16;
+
 impl SetMaxNReg {
     /// The split for `num_wg` MMA warpgroups, clamped to 1 to 3.
     pub const fn of(num_wg: u32) -> SetMaxNReg {
@@ -56,6 +59,14 @@ impl SetMaxNReg {
             (2, true) => SetMaxNReg { mma: 232, producer: 40 },
             _ => SetMaxNReg::of(num_wg),
         }
+    }
+
+    /// The split of a forward of which `blocks` CTAs share an SM: of an equal part of its registers.
+    pub const fn of_shared(num_wg: u32, blocks: u32, varied: bool) -> SetMaxNReg {
+        let groups = num_wg + 1;
+        let producer = if varied { 40 } else { 24 };
+        let part = REGISTERS / (128 * groups * blocks) / 8 * 8 * groups;
+        SetMaxNReg { mma: part.saturating_sub(producer) / num_wg / 8 * 8, producer }
     }
 
     /// The split of a forward whose producers convert codes.

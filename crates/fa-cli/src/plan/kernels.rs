@@ -135,6 +135,7 @@ impl ShownKernel for Sm90Fwd {
             (self.gather, "gather"),
             (spec.split, "split"),
         ]));
+        knobs.extend((self.blocks_per_sm > 1).then(|| format!("{} blocks an SM", self.blocks_per_sm)));
         knobs
     }
 

@@ -45,7 +45,24 @@ kernel_params! {
         /// with a box for each part of a page. Requires equal panels of K and V.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         gather: bool = false,
+        /// CTAs that share an SM and its registers, 1 to 4: with more, one loads and stores while others
+        /// compute.
+        #[serde(default = "one", skip_serializing_if = "is_one")]
+        blocks_per_sm: u32 = 1 => range(1, 4),
     }
+}
+
+/// Registers that a product takes beside its accumulators, as NVRTC 13.0 counts them: 128 columns compile for
+/// 94 and not for 80.
+const PRODUCT_REGISTERS: u32 = 32;
+
+const fn one() -> u32 {
+    1
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)]
+const fn is_one(count: &u32) -> bool {
+    *count == 1
 }
 
 impl Sm90Fwd {
@@ -74,6 +91,24 @@ impl Sm90Fwd {
                 "ping_pong needs num_wg of 2 or 3: a single warpgroup has no partner".into(),
             ));
         }
+        if self.blocks_per_sm > 1 && (self.cluster_m > 1 || self.gather || self.num_wg == 3) {
+            return Err(SpecError::Conflict(format!(
+                "blocks_per_sm = {} needs cluster_m = 1, gather = false and num_wg of 1 or 2: others have \
+                 an SM to themselves; use blocks_per_sm = 1",
+                self.blocks_per_sm
+            )));
+        }
+        // Of a thread at the launch. A product's operands need as many, whatever setmaxnreg gives later.
+        let registers = 65_536 / (128 * (self.num_wg + 1) * self.blocks_per_sm) / 8 * 8;
+        let widest = self.tile_n.max(head_dim_v);
+        if self.blocks_per_sm > 1 && widest / 2 + PRODUCT_REGISTERS > registers {
+            return Err(SpecError::Conflict(format!(
+                "blocks_per_sm = {} leaves a thread {registers} registers, too few for a product of {widest} \
+                 columns (tile_n or head_dim_v): use at most {}, or fewer blocks",
+                self.blocks_per_sm,
+                2 * registers.saturating_sub(PRODUCT_REGISTERS)
+            )));
+        }
         // Each lane looks up the pages of rows 32 apart, in a warp's half of a tile (fwd_gather.cuh).
         if self.gather && self.tile_n < 64 {
             return Err(SpecError::Conflict(format!(
@@ -96,6 +131,9 @@ impl Sm90Fwd {
     /// Checks what conversion of codes asks for: two warps convert half of a tile's rows each.
     pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
         let refuse = |why: &str| Err(SpecError::Conflict(format!("kv_dtype {dtype}: {why}")));
+        if self.blocks_per_sm > 1 {
+            return refuse("the conversion needs all registers of an SM; use blocks_per_sm = 1");
+        }
         if self.gather {
             return refuse("codes are copied by threads wherever they lie; use gather = false");
         }
@@ -117,7 +155,7 @@ impl Sm90Fwd {
             tile: (self.tile_m, self.tile_n),
             max_head_dim: WHOLE_ROW_HEAD_DIM,
             threads: self.num_wg.saturating_add(1).saturating_mul(128),
-            blocks_per_sm: 1,
+            blocks_per_sm: self.blocks_per_sm,
             cluster: self.cluster_m,
             scheduler: self.scheduler,
             tile_order: self.tile_order,
@@ -148,6 +186,7 @@ impl Sm90Fwd {
             rescale_threshold,
             pack_gqa,
             gather,
+            blocks_per_sm,
         } = self;
         vec![
             (true, if *pv_is_rs { "rs".into() } else { "ss".into() }),
@@ -162,6 +201,7 @@ impl Sm90Fwd {
             (*rescale_threshold > 0, format!("rt{rescale_threshold}")),
             (*pack_gqa, "pack".into()),
             (*gather, "gather".into()),
+            (*blocks_per_sm > 1, format!("b{blocks_per_sm}")),
         ]
     }
 }

@@ -118,6 +118,40 @@ fn tiles_of_all_keys_are_refused_what_they_do_not_compute() {
 }
 
 #[test]
+fn ctas_that_share_an_sm_have_their_products_registers() {
+    let of = |blocks_per_sm, change: fn(&mut KernelSpec, &mut Sm90Fwd)| {
+        let mut spec = KernelSpec { head_dim: 64, head_dim_v: 64, ..sm90() };
+        let alone = Sm90Fwd { num_wg: 1, tile_m: 64, tile_n: 64, ..Sm90Fwd::default() };
+        let mut kernel = Sm90Fwd { blocks_per_sm, ..alone };
+        change(&mut spec, &mut kernel);
+        KernelSpec { kernel: Kernel::Sm90Fwd(kernel), ..spec }
+    };
+    for blocks in 1..=4 {
+        let spec = of(blocks, |_, _| ());
+        assert_eq!(spec.check(), Ok(()));
+        assert_eq!(spec.traits().blocks_per_sm, blocks);
+        assert_eq!(spec.to_ron().contains("blocks_per_sm"), blocks > 1);
+        assert!(KernelSpec::from_ron(&spec.to_ron()).is_ok_and(|read| read == spec));
+    }
+    assert_eq!(of(3, |_, k| k.tile_n = 96).check(), Ok(()));
+    assert_eq!(of(2, |_, k| k.tile_n = 128).check(), Ok(()));
+    for (blocks, change, part) in [
+        (5, (|_, _| ()) as fn(&mut KernelSpec, &mut Sm90Fwd), "blocks_per_sm = 5"),
+        (0, |_, _| (), "blocks_per_sm = 0"),
+        (2, |spec, k| (spec.mask, k.cluster_m) = (MaskKind::Full, 2), "needs cluster_m = 1"),
+        (2, |_, k| (k.num_wg, k.tile_m) = (3, 192), "num_wg of 1 or 2"),
+        (2, |spec, k| (spec.reads, k.gather) = (Reads { varied: true, paged: true }, true), "gather = false"),
+        (2, |spec, _| (spec.types.kv, spec.reads.varied) = (Dtype::E4m3, true), "blocks_per_sm = 1"),
+        (3, |_, k| k.tile_n = 128, "leaves a thread 80 registers, too few for a product of 128"),
+        (3, |spec, _| spec.head_dim_v = 128, "use at most 96"),
+        (4, |_, k| k.tile_n = 80, "use at most 64"),
+    ] {
+        let error = of(blocks, change).check().expect_err(part).to_string();
+        assert!(error.contains(part), "{error} does not name {part}");
+    }
+}
+
+#[test]
 fn columns_of_a_head_dim_are_divided_in_blocks_of_16() {
     let of = |change: fn(&mut Sm90Bwd)| {
         let mut spec = KernelSpec { head_dim: 80, head_dim_v: 80, ..backward() };
@@ -321,7 +355,9 @@ fn parameters_are_those_of_the_text_in_its_order() {
         if matches!(spec.kernel, Kernel::Sm80Fwd(_)) {
             later.extend(["pack_gqa", "exact_div", "divide_keys"]);
         }
-        later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
+        if matches!(spec.kernel, Kernel::Sm90Fwd(_)) {
+            later.extend(["gather", "blocks_per_sm"]);
+        }
         if matches!(spec.kernel, Kernel::Sm90Bwd(_)) {
             later.extend(["persistent", "whole_keys"]);
         }
@@ -410,8 +446,9 @@ fn what_is_on_is_in_text_name_and_parameters() {
     assert_eq!(names[..7], first);
     assert_eq!(names[7..], ["alibi", "sinks", "split"]);
     let text = spec.to_ron();
-    // (Panels that threads copy are later than specs on disk as well, and off here.)
-    for param in spec.params().into_iter().filter(|param| param.name != "gather") {
+    // (Rows that threads copy and CTAs that share an SM are later than specs on disk as well, and off here.)
+    let later = ["gather", "blocks_per_sm"];
+    for param in spec.params().into_iter().filter(|param| !later.contains(&param.name)) {
         assert!(text.contains(&format!("{}: {},", param.name, param.value)), "{}: {text}", param.name);
     }
 }

@@ -23,6 +23,18 @@ const DECODE: &str = "tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap
                       kv_stages: 4, ping_pong: false, scheduler: Static, tile_order: Natural, cluster_m: 1, \
                       exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true";
 
+/// CTAs of one warpgroup, three of which share an SM and its registers.
+const SHARING: &str = "tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
+                       kv_stages: 2, ping_pong: false, scheduler: Dynamic, tile_order: LongestFirst, \
+                       cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false, \
+                       blocks_per_sm: 3";
+
+/// CTAs of two warpgroups, two of which share an SM.
+const SHARING_IN_PAIRS: &str = "tile_m: 128, tile_n: 64, num_wg: 2, pv_is_rs: true, overlap_wg: true, \
+                                q_stages: 2, kv_stages: 2, ping_pong: true, scheduler: Static, tile_order: \
+                                Natural, cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: \
+                                false, blocks_per_sm: 2";
+
 /// Rows of pages copied by threads: three warpgroups, tiles drawn from a counter.
 const GATHERED: &str = "tile_m: 192, tile_n: 80, num_wg: 3, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
                         kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, \
@@ -79,6 +91,15 @@ fn check_of_dims(
 #[ignore = "emulation"]
 fn packed_sequences() {
     check("causal", "softcap: false, varied: true", PREFILL, (2, 1));
+}
+
+#[test]
+#[ignore = "emulation"]
+fn ctas_share_an_sm_and_its_registers() {
+    check("causal", "softcap: false", SHARING, (1, 1));
+    check("full", "softcap: false", SHARING_IN_PAIRS, (1, 1));
+    check("causal", "softcap: false, varied: true", SHARING, (1, 1));
+    check("causal", "softcap: false, varied: true, paged: true, alibi: true", SHARING, (1, 0));
 }
 
 #[test]

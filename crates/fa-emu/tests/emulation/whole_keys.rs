@@ -1,6 +1,8 @@
 //! SM90 backwards whose tiles have all keys: dQ leaves registers in 16 bits, and nothing else writes it.
 
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
+use fa_cpu::OwnedExtras;
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 use fa_planner::plan::{PlanOptions, best};
 
@@ -44,6 +46,27 @@ fn every_row_of_dq_is_stored_once() {
             let problem =
                 square(dim).with_lengths(Lengths::uniform(3, queries, keys)).with_heads(heads, heads_kv);
             check_on_few_sms(&unit, &spec, &problem);
+        }
+    }
+}
+
+/// dPsum less the gradient of LSE.
+#[test]
+#[ignore = "emulation"]
+fn rows_have_gradients_of_lse() {
+    let emulator = emulator();
+    for (head_dim, mask) in [(64, Mask::CAUSAL), (32, Mask::FULL)] {
+        let square = Problem::square(2, 90, 2, head_dim, mask, Dtype::F16);
+        let spec = chosen(&square);
+        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::current().unwrap()).unwrap();
+        for (queries, keys) in [(90, 90), (70, 128)] {
+            let problem = square.with_lengths(Lengths::uniform(3, queries, keys)).with_heads(4, 2);
+            let rows = fa_cpu::check::lse_len(&problem);
+            let dlse = Some((0..rows).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect());
+            let extras = OwnedExtras { dlse, ..OwnedExtras::default() };
+            let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &extras);
+            let proof = trial.run(&unit, &Options { sms: 2, resident: 2, ..Options::seed(3) }).unwrap();
+            assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
         }
     }
 }

@@ -48,11 +48,20 @@ struct Traits {
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1   ? (C.gather || kCodes ? 96 : 56)
-                                          : C.num_wg == 2 ? 24
-                                                          : 32) +
-                                         C.num_wg * kMoreRegs;
-    static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
+    // CTAs that share an SM have an equal part each: so many registers of a thread of every warpgroup.
+    static constexpr bool kShares = C.blocks_per_sm > 1;
+    static constexpr int kPart = 65536 / (128 * (C.num_wg + 1) * C.blocks_per_sm) / 8 * 8 * (C.num_wg + 1);
+    static_assert(!kShares || (C.num_wg < 3 && C.cluster_m == 1 && !C.gather && !kCodes));
+    static constexpr int kProducerRegs = kShares ? (C.varied ? 40 : 24)
+                                                 : (C.num_wg == 1   ? (C.gather || kCodes ? 96 : 56)
+                                                    : C.num_wg == 2 ? 24
+                                                                    : 32) +
+                                                       C.num_wg * kMoreRegs;
+    static constexpr int kConsumerRegs = kShares ? (kPart - kProducerRegs) / C.num_wg / 8 * 8
+                                                 : (C.num_wg == 1   ? 256
+                                                    : C.num_wg == 2 ? 240
+                                                                    : 160) -
+                                                       kMoreRegs;
 
     using Q = OperandTile<C.tile_m, C.head_dim>;
     using K = OperandTile<C.tile_n, C.head_dim>;

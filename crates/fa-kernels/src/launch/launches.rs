@@ -78,10 +78,11 @@ impl Launch {
     /// The launch of the main kernel of `spec`, for `tiles` tiles on `sms` SMs: a CTA for each tile, or for
     /// each SM where CTAs compute tiles until none is left.
     pub(crate) fn main(spec: &KernelSpec, tiles: u32, sms: u32) -> Launch {
-        let Traits { threads, cluster, scheduler, .. } = spec.traits();
+        let Traits { threads, cluster, scheduler, blocks_per_sm, .. } = spec.traits();
+        let ctas = sms.saturating_mul(blocks_per_sm);
         let grid = match scheduler {
             Scheduler::PerTile => tiles,
-            Scheduler::Static | Scheduler::Dynamic => tiles.min(sms / cluster * cluster),
+            Scheduler::Static | Scheduler::Dynamic => tiles.min(ctas / cluster * cluster),
         };
         let (smem, takes_maps) = (smem_bytes(spec), spec.traits().uses_tma());
         Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps, starts_early: false }

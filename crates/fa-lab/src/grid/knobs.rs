@@ -147,6 +147,11 @@ fn sm90() -> Vec<NamedSpec> {
         change(&name, Sm90Fwd { rescale_threshold, ..base.clone() });
     }
     change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
+    let short = Sm90Fwd { num_wg: 1, tile_m: 64, tile_n: 64, kv_stages: 1, ..base.clone() };
+    for (blocks_per_sm, scheduler) in [(2, Scheduler::Static), (3, Scheduler::Dynamic)] {
+        let name = format!("{blocks_per_sm} blocks per SM, {scheduler:?}").to_lowercase();
+        change(&name, Sm90Fwd { blocks_per_sm, scheduler, ..short.clone() });
+    }
     // For keys in pages only.
     change("gather", Sm90Fwd { gather: true, ..base.clone() });
     change("gather kv_stages 1", Sm90Fwd { gather: true, kv_stages: 1, ..base.clone() });

@@ -59,10 +59,10 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     let blocks_per_sm = spec.traits().blocks_per_sm;
     let kernel = planned::of(&spec.kernel);
     let regs = kernel.registers(spec, arch);
-    // With setmaxnreg the launch gives every thread an even share, to be redistributed: a CTA takes all
-    // registers of the SM.
+    // With setmaxnreg the launch gives every thread an even share, to be redistributed: the CTAs of an SM
+    // take all of its registers.
     let launch_regs = match regs.setmaxnreg {
-        Some(_) => register_ceiling(limits, threads, 1),
+        Some(_) => register_ceiling(limits, threads, blocks_per_sm),
         None => regs.total,
     };
     if regs.total > regs.limit {

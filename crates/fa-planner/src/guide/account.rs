@@ -52,6 +52,7 @@ pub fn fwd(dims: HeadDims, config: &FwdConfig) -> Account {
         rescale_threshold: 0,
         pack_gqa: false,
         gather: false,
+        blocks_per_sm: 1,
     };
     let spec = spec(head_dim, head_dim_v, Kernel::Sm90Fwd(kernel.clone()));
     of(sm90_fwd::account::smem(&spec, &kernel), config.num_wg)

@@ -57,6 +57,10 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
 /// Alignment of codes and their descales: a full sweep over the 32 banks.
 const CODE_ALIGN: u32 = 128;
 
+/// Further registers where CTAs share an SM: what needs 104 of 104 or 88 of 88 without them is serialised
+/// (C7512), what needs 116 of 120 is not.
+const SHARED: u32 = 4;
+
 /// Registers in addition to the accumulators, by number of MMA warpgroups: the tuning guide's overheads (24
 /// and 32). A single warpgroup has the same 24 within the compiler's limit of 255.
 const OVERHEAD: [u32; 3] = [24, 24, 32];
@@ -108,7 +112,9 @@ fn ahead(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = if spec.reads_codes() {
+    let split = if kernel.blocks_per_sm > 1 {
+        SetMaxNReg::of_shared(kernel.num_wg.max(1), kernel.blocks_per_sm, spec.reads.varied)
+    } else if spec.reads_codes() {
         SetMaxNReg::with_codes(kernel.num_wg, spec.head_dim_v)
     } else if kernel.gather {
         SetMaxNReg::with_gather(kernel.num_wg)
@@ -118,7 +124,8 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let own = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     let alibi = if spec.score.alibi && kernel.num_wg == 3 { ALIBI } else { 0 };
     let codes = if spec.reads_codes() && kernel.num_wg == 3 { CODES } else { 0 };
-    let read = own + alibi + codes + ahead(spec, kernel);
+    let shared = if kernel.blocks_per_sm > 1 { SHARED } else { 0 };
+    let read = own + alibi + codes + shared + ahead(spec, kernel);
     let other = read - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
     Registers {
         s,

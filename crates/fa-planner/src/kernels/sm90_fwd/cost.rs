@@ -7,7 +7,9 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 use crate::account::clusters::combines_in_clusters;
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
+use crate::cost::core::{
+    KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+};
 use crate::kernels::planned::Forward;
 use crate::work::Queue;
 
@@ -19,13 +21,16 @@ pub(crate) fn launch<'a>(
     forward: &Forward<'a>,
 ) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
     let Forward { problem, spec, work, limits, constants } = *forward;
-    let (mut model, step) = model(problem, spec, kernel, limits, constants);
+    let resident = resident_blocks(work.tiles, kernel.blocks_per_sm, limits);
+    let (mut model, step) = model(problem, spec, kernel, limits, constants, resident);
     let assigned = kernel.scheduler == Scheduler::Static && !is_one_step(problem, kernel.tile_n);
     if assigned && work.tiles > 0.0 {
         let waiting = 1.0 - (f64::from(limits.sms) / work.tiles).min(1.0);
         model.start += UNEVEN * waiting * (model.tile + work.steps() / work.tiles * step);
     }
-    let step = move |_on_sm: f64| step;
+    let step = move |on_sm: f64| {
+        if on_sm == resident { step } else { self::model(problem, spec, kernel, limits, constants, on_sm).1 }
+    };
     Launch { problem, tile: (kernel.tile_m, kernel.tile_n), work, model, step, limits, constants }
 }
 
@@ -137,7 +142,7 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
     let row = f64::from(spec.head_dim + spec.head_dim_v) * spec.types.kv.bytes_per_number();
     let step_bytes = f64::from(k.tile_n) * row;
     let stages = if spec.reads_codes() { k.code_stages(spec) } else { k.kv_stages };
-    let in_flight = f64::from(stages) * step_bytes;
+    let in_flight = f64::from(k.blocks_per_sm * stages) * step_bytes;
     let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
     let planned = spec.reads.varied;
@@ -154,13 +159,19 @@ const NEAR_CAP_OPS: f64 = 3.5;
 /// 128x128 by 1 to 4 % in eight of eight pairs without packed heads, which were predicted alike (NB-195).
 const TALL: f64 = 0.98;
 
-/// The kernel, and the clocks of a step, overlap and latency included.
+/// How well the steps of CTAs that share an SM overlap what one of them alone waits for, as in [`overlap`],
+/// and what they take more for being in one another's way: 64x64 by three CTAs gains 2 to 45 % at head dim 64
+/// (NB-204).
+const SHARED: (f64, f64) = (4.0, 1.08);
+
+/// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.
 fn model(
     problem: &Problem,
     spec: &KernelSpec,
     k: &Sm90Fwd,
     limits: &ArchLimits,
     c: &CostConstants,
+    resident: f64,
 ) -> (KernelModel, f64) {
     let [tile_m, tile_n, num_wg] = [k.tile_m, k.tile_n, k.num_wg].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
@@ -227,11 +238,11 @@ fn model(
         head_dim_v: spec.head_dim_v,
         sharing: f64::from(k.cluster_m.max(1)),
         queue: Queue::of(k.scheduler == Scheduler::Static, k.tile_order),
-        resident: 1.0,
-        tensor,
-        exp,
-        smem,
-        mask: scores * c.sm90_mask_ops / f32_lanes(limits),
+        resident,
+        tensor: resident * tensor,
+        exp: resident * exp,
+        smem: resident * smem,
+        mask: resident * scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
         // Nothing hides the first step's S and the last step's P V, nor a tile's first slow rows, where the
         // others are as good as hidden.
@@ -257,5 +268,12 @@ fn model(
         overlap([work, slow], SLOW_ROW_OVERLAP[usize::from(k.kv_stages > 2)]) + exposed
     };
     let conversion = if spec.reads_codes() { tile_n * stored / CODES_PER_CLOCK } else { 0.0 };
-    (model, step.max(copies).max(conversion))
+    let step = step.max(copies).max(conversion);
+    if resident <= 1.0 {
+        return (model, step);
+    }
+    // While one waits the others compute, as warpgroups of one CTA do.
+    let exponent = c.sm90_overlap[(resident as usize).clamp(1, 3) - 1][usize::from(k.overlap_wg)];
+    let together = SHARED.1 * resident * strain * overlap([products, exp], exponent).max(copies);
+    (model, overlap([together, step], SHARED.0))
 }
