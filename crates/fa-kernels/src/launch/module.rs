@@ -44,8 +44,8 @@ const SMALL_SMEM: i32 = 96 << 10;
 const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 
 impl LoadedKernel {
-    /// Loads `cubins`, compiled from the programs of `spec`, and lets the kernel use the shared memory that the
-    /// planner accounts for.
+    /// Loads `cubins`, compiled from the programs of `spec`, and lets the kernel use the shared memory that
+    /// the planner accounts for.
     ///
     /// # Errors
     /// [`Error::Driver`], for example for code that the driver is too old to load.
