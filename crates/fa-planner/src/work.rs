@@ -1,8 +1,10 @@
 //! Tiles and their lengths: a problem cut into tiles, and the time that a GPU's slots take for them.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use fa_core::Problem;
+use fa_core::program::{Interned, Program, Tile, TileState};
 use fa_core::spec::{TileOrder, tile_queries};
 
 /// A problem's query tiles, sorted into classes.
@@ -77,7 +79,8 @@ impl Work {
             (range.len(), range.masked())
         };
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
-        let work = Work::cut(problem, tiles(mean_q), heads, |tile| count(tile, mean_q, mean_k));
+        let alike = problem.mask.is_full();
+        let work = Work::cut(alike, tiles(mean_q), heads, |tile| count(tile, mean_q, mean_k));
         work.with_longest(problem, |max_q, max_k| {
             (tiles(max_q) > 0).then(|| count(tiles(max_q) - 1, max_q, max_k))
         })
@@ -120,13 +123,27 @@ impl Work {
     fn of_key_heads(problem: &Problem, (tile_m, tile_n): (u32, u32), parts: usize, walks: usize) -> Work {
         let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * parts) as f64;
         let (tile_m, tile_n) = (tile_m.max(1) as usize, tile_n.max(1) as usize);
+        // How many tiles a mask leaves that reads arrays is known on the device only.
+        let is_known = |program: &Interned| program.mask().is_some() && !program.mask_reads_arrays();
+        let program = problem.score.program.filter(is_known);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
-            let range = problem.mask.m_blocks(keys, seqlen_q, seqlen_k, tile_m);
-            (walks * range.len(), walks * range.masked())
+            let range = problem.mask.m_blocks(keys.clone(), seqlen_q, seqlen_k, tile_m);
+            let (steps, masked) = match program {
+                Some(program) => left_by(
+                    (program.get(), problem),
+                    &keys,
+                    range.begin..range.end,
+                    [seqlen_q, seqlen_k],
+                    tile_m,
+                ),
+                None => (range.len(), range.masked()),
+            };
+            (walks * steps, walks * masked)
         };
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
-        let work = Work::cut(problem, mean_k.div_ceil(tile_n), heads, |tile| count(tile, mean_q, mean_k));
+        let alike = problem.mask.is_full() && program.is_none();
+        let work = Work::cut(alike, mean_k.div_ceil(tile_n), heads, |tile| count(tile, mean_q, mean_k));
         work.with_longest(problem, |max_q, max_k| (max_k > 0).then(|| count(0, max_q, max_k)))
     }
 
@@ -204,9 +221,9 @@ impl Work {
 
     /// Sorts a head's `m_tiles` tiles into classes: equal tiles where there are few kinds, else runs of
     /// neighbours. `count` gives a tile's steps and those of them that test a mask.
-    fn cut(problem: &Problem, m_tiles: usize, heads: f64, count: impl Fn(usize) -> (usize, usize)) -> Work {
-        // Without a mask all tiles are alike.
-        let counted = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles };
+    /// With `alike` the first tile stands for all.
+    fn cut(alike: bool, m_tiles: usize, heads: f64, count: impl Fn(usize) -> (usize, usize)) -> Work {
+        let counted = if alike { m_tiles.min(1) } else { m_tiles };
         let tiles = heads * m_tiles as f64;
         if counted <= CLASSES * SAMPLES {
             let mut kinds: BTreeMap<(usize, usize), usize> = BTreeMap::new();
@@ -299,6 +316,36 @@ impl Work {
     }
 }
 
+/// Tiles of queries, of those in `range`, that a program's mask leaves to a tile of `keys`, whatever its
+/// scalars are, and those of them that it parts; counted among [`SAMPLES`], evenly spaced.
+fn left_by(
+    (program, problem): (&Program, &Problem),
+    keys: &Range<usize>,
+    range: Range<usize>,
+    [seqlen_q, seqlen_k]: [usize; 2],
+    tile_m: usize,
+) -> (usize, usize) {
+    let int = |x: usize| i32::try_from(x).unwrap_or(i32::MAX);
+    let last = [problem.lengths.sequences(), problem.heads_q, problem.heads_kv].map(|n| int(n).max(1) - 1);
+    let samples = range.len().min(SAMPLES);
+    let (mut seen, mut parted) = (0, 0);
+    for sample in 0..samples {
+        let first = (range.start + sample * range.len() / samples) * tile_m;
+        // A mask may name sequence and head: the last stand for all but the first.
+        let states = [[0; 3], last].map(|[b, h, hk]| {
+            let q = int(first)..int((first + tile_m).min(seqlen_q));
+            let k = int(keys.start)..int(keys.end);
+            let [sq, sk] = [int(seqlen_q), int(seqlen_k)];
+            program.tile_state_of_any(&[], &Tile { b, h, hk, q, k, sq, sk, off: sk.wrapping_sub(sq) })
+        });
+        let is_seen = states.iter().any(|&state| state != TileState::Empty);
+        seen += usize::from(is_seen);
+        parted += usize::from(is_seen && states.iter().any(|&state| state != TileState::Full));
+    }
+    let of_all = |count: usize| (count * range.len()).div_ceil(samples.max(1));
+    (of_all(seen), of_all(parted))
+}
+
 /// Parts of a tile that is divided among `parts` CTAs at most, each of which has a step.
 fn own_parts(parts: usize, class: &TileClass) -> f64 {
     (parts as f64).min(class.steps.floor()).max(1.0)
@@ -369,6 +416,32 @@ mod tests {
             assert_eq!(alike, seqlen.div_ceil(128) as f64 - others, "{work:?}");
             assert_eq!((work.tiles, work.longest.steps), (alike + others, 11.0));
         }
+    }
+
+    #[test]
+    fn tiles_of_keys_under_a_program_are_those_that_its_mask_leaves() {
+        let square = Problem::square(2, 8192, 8, 128, Mask::FULL, Dtype::Bf16);
+        let of = |text: &str| {
+            let program = Program::parse(text).unwrap().intern().unwrap();
+            let score = fa_core::ScoreMod::NONE.with_program(Some(program));
+            Work::of_keys(&square.with_score(score), 80, 128, 1)
+        };
+        let full = Work::of_keys(&square, 80, 128, 1);
+        let causal = Work::of_keys(&square.with_mask(Mask::CAUSAL), 80, 128, 1);
+        for text in ["mask = k <= q;", "mask = k <= q and (q - k) % 4 == 0;"] {
+            let work = of(text);
+            assert!((work.steps() / causal.steps() - 1.0).abs() < 0.04, "{text}: {}", work.steps());
+            assert!((work.longest.steps / causal.longest.steps - 1.0).abs() < 0.04, "{text}");
+        }
+        for text in [
+            "array doc: i32[_]; mask = k <= q and doc[q] == doc[k];",
+            "array keep: bits[_, _]; mask = keep[b, k];",
+        ] {
+            let work = of(text);
+            assert_eq!((work.tiles, work.steps()), (full.tiles, full.steps()), "{text}");
+        }
+        let near = of("mask = abs(q // 64 - k // 64) <= 6 and abs(q % 64 - k % 64) <= 6;");
+        assert!(near.longest.steps < 20.0 && near.steps() > 8.0 * near.tiles, "{near:?}");
     }
 
     #[test]

@@ -44,6 +44,14 @@ pub(super) fn reads_pairs(program: &Program) -> bool {
     })
 }
 
+impl Program {
+    /// Whether the mask depends on what arrays hold.
+    pub fn mask_reads_arrays(&self) -> bool {
+        let is_load = |id: NodeId| matches!(self.nodes()[id.index()], Node::Load(..));
+        self.mask().is_some_and(|mask| needed(self, mask).any(is_load))
+    }
+}
+
 /// The nodes that `root` is made of, in their order.
 fn needed(program: &Program, root: NodeId) -> impl Iterator<Item = NodeId> {
     let mut needed = vec![false; root.index() + 1];

@@ -73,10 +73,11 @@ fn split_choices(
     }
 }
 
-/// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
-/// deterministic backward, whose tiles add to dQ in the order of their numbers.
-fn backward_order(mask: MaskKind, deterministic: bool) -> TileOrder {
-    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
+/// The order of the tiles of a backward of `problem`: longest first where lengths differ, also by a program's
+/// mask, and natural for a deterministic backward, whose tiles add to dQ in the order of their numbers.
+fn backward_order(problem: &Problem, deterministic: bool) -> TileOrder {
+    let alike = problem.mask.is_full() && !problem.score.kind().masks();
+    if alike || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
 }
 
 /// Whether a tile of `tile_m` rows, a multiple of 64, has no queries in its last 64 in any sequence, where a

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Bwd};
 
 use crate::occupancy::WARP;
 
@@ -76,8 +76,7 @@ pub fn candidates(
     arch: Arch,
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
-    let mask = MaskKind::of(&problem.mask);
-    let tile_order = backward_order(mask, deterministic);
+    let tile_order = backward_order(problem, deterministic);
     let problem = *problem;
     TILE_M
         .into_iter()

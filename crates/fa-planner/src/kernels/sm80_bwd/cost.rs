@@ -129,7 +129,8 @@ pub(crate) fn predict(
     let length = |class: &TileClass, on_sm: f64| {
         c.sm80_bwd_block + first + class.steps * step(on_sm) + on_sm * (added + class.masked * mask)
     };
-    let queue = Queue::of(spec.mask == MaskKind::Full, kernel.tile_order);
+    let is_assigned = spec.mask == MaskKind::Full && !spec.score.masks();
+    let queue = Queue::of(is_assigned, kernel.tile_order);
     let (total, end) = work.makespan_shared(sms, resident, queue, length);
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
     // to, and parts of dK and dV are added by all CTAs at the same rate.

@@ -27,8 +27,7 @@ pub fn candidates(
     head_dim_v: u32,
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
-    let mask = MaskKind::of(&problem.mask);
-    let tile_order = backward_order(mask, deterministic);
+    let tile_order = backward_order(problem, deterministic);
     let posed = *problem;
     let spec_of = move |kernel: Sm90Bwd| {
         let spec = |persistent| {

@@ -96,7 +96,8 @@ pub(crate) fn predict(
     // The products hide the test of a mask.
     let added = split.added / c.atomic_bytes;
     let length = |class: &TileClass| outside + added + class.steps * step;
-    let queue = Queue::of(spec.mask == MaskKind::Full, kernel.tile_order);
+    let is_assigned = spec.mask == MaskKind::Full && !spec.score.masks();
+    let queue = Queue::of(is_assigned, kernel.tile_order);
     let (total, end) = work.makespan(sms, queue, length);
     // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave
     // add their parts at once.
