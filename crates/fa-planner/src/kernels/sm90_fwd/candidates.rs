@@ -104,7 +104,7 @@ pub fn candidates(
 const SHARED_KEYS: usize = 512;
 
 /// CTAs of one warpgroup with tiles of 64x64 that share an SM, by head dim: as many as have registers enough.
-/// At head dim 128 two are slower than one that has the SM to itself (NB-204).
+/// At head dim 128 two are slower than one that has the SM to itself (NB-199).
 fn sharing(problem: &Problem) -> Option<u32> {
     match [problem.head_dim, problem.head_dim_v] {
         [32, 32] if problem.lengths.is_uniform() => Some(4),
@@ -114,7 +114,7 @@ fn sharing(problem: &Problem) -> Option<u32> {
 }
 
 /// The kernel of which several CTAs share an SM, where `kernel` has the tiles for it and the problem enough
-/// tiles of few steps: one CTA loads and stores while the others compute (NB-204).
+/// tiles of few steps: one CTA loads and stores while the others compute (NB-199).
 fn that_shares(kernel: &Sm90Fwd, problem: &Problem) -> Option<Sm90Fwd> {
     let blocks_per_sm = sharing(problem)?;
     let Problem { lengths, mask, score, .. } = problem;

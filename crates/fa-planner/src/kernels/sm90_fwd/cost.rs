@@ -161,7 +161,7 @@ const TALL: f64 = 0.98;
 
 /// How well the steps of CTAs that share an SM overlap what one of them alone waits for, as in [`overlap`],
 /// and what they take more for being in one another's way: 64x64 by three CTAs gains 2 to 45 % at head dim 64
-/// (NB-204).
+/// (NB-199).
 const SHARED: (f64, f64) = (4.0, 1.08);
 
 /// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.
