@@ -189,7 +189,9 @@ fn drawn(
                 _ if column % 31 == 0 => {
                     [random.below(256) as u8].map(|c| if c & 0x7f == 0x7f { 8 } else { c })[0]
                 }
-                Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => codes_of.encode(random.normal()),
+                Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::E5m2 => {
+                    codes_of.encode(random.normal())
+                }
             };
             codes[index * width + column] = code;
             for number in codes_of.numbers(&[code]) {
@@ -221,10 +223,14 @@ fn check(own: &Own, seed: u64) {
         let small = match own.types.1 {
             Dtype::Int8 => 1.0 / 64.0,
             Dtype::Int4 => 1.0 / 8.0,
-            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => 1.0,
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::E5m2 => 1.0,
         };
+        // Kernels that divide keys apply those of rows to scores and probabilities: to the bits where these
+        // are powers of two.
+        let divides = own.kernel.contains("divide_keys: true");
         let values: Vec<f32> = (0..need)
             .map(|i| match form {
+                DescaleForm::TokenHead if divides => small * [1.0, 0.5, 2.0, 0.25][random.below(4)],
                 DescaleForm::TokenHead => small * (0.3 + random.normal().abs()),
                 DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => {
                     small * [1.0, 0.5, 2.0, 0.25][i % 4]
