@@ -95,7 +95,7 @@ impl Posed {
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
         let types = match dtype {
             Dtype::E4m3 => Types::fp8(Dtype::Bf16),
-            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 | Dtype::Int4 => {
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
                 Types::same(dtype).with_kv(codes.map_or(dtype, Codes::dtype))
             }
         };
