@@ -411,7 +411,7 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if matches!(dtype, Dtype::Int8 | Dtype::Int4) {
+        if matches!(dtype, Dtype::Int8 | Dtype::Int4 | Dtype::E5m2) {
             let message =
                 format!("{dtype} is of K and V alone: use --kv-dtype {dtype} and --dtype f32, f16 or bf16");
             return Err(InputError::Usage(message).into());
