@@ -38,7 +38,7 @@ impl<T: Element> Case<T> {
         let mut random = Random::new(seed + 1);
         // The byte of rows that no sequence has: NaN, or the lowest codes.
         let poison = match codes {
-            Codes::E4m3 => 0x7F,
+            Codes::E4m3 | Codes::E5m2 => 0x7F,
             Codes::Int8 => 0x80,
             Codes::Int4 => 0x88,
         };

@@ -17,7 +17,10 @@ macro_rules! in_dtype {
                 type $type = half::bf16;
                 $result
             }
-            dtype @ (fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 | fa_core::Dtype::Int4) => {
+            dtype @ (fa_core::Dtype::E4m3
+            | fa_core::Dtype::E5m2
+            | fa_core::Dtype::Int8
+            | fa_core::Dtype::Int4) => {
                 panic!("nothing computes in {dtype}")
             }
         }
