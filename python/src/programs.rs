@@ -150,7 +150,7 @@ struct DirectGradients<'a> {
     elements: BTreeMap<&'a str, &'static str>,
 }
 
-/// The program of `Program::with_direct_gradients`, as JSON with what its arrays hold; None where `text` is it.
+/// `Program::with_direct_gradients` of a text as JSON; None where the program stays as it is.
 #[pyfunction]
 pub(crate) fn program_direct(text: &str) -> PyResult<Option<String>> {
     let program = parsed(text)?;

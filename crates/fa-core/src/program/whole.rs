@@ -217,8 +217,8 @@ pub(super) fn copied(program: &Program, graph: &mut Graph, s: NodeId) -> Result<
     copied_but(program, graph, |_, node| (node == Node::Var(Var::S)).then_some(s))
 }
 
-/// `program`'s own nodes in `graph`, whose arrays and scalars include its own. `replaced`: the node of `graph`
-/// that stands for one of them.
+/// `program`'s own nodes in `graph`, whose arrays and scalars include its own. `replaced`: the node of
+/// `graph` that stands for one of them.
 pub(super) fn copied_but(
     program: &Program,
     graph: &mut Graph,

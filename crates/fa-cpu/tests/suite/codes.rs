@@ -329,8 +329,16 @@ fn every_code_is_read_and_nan_reaches_those_who_see_it() {
             let (out, lse) = of_k.tiled(Some(isa));
             for ((row, &lse), key) in out.chunks(16).zip(&lse).zip(numbers.chunks(16)) {
                 let number = key.iter().sum::<f32>() / 16.0;
-                let want = if number.is_nan() { f32::NAN } else { 1.0 };
+                // Of e5m2: a score of -inf hides its key, and of inf there is no difference.
+                let want = match number {
+                    f32::NEG_INFINITY => 0.0,
+                    _ if number < f32::INFINITY => 1.0,
+                    _ => f32::NAN,
+                };
                 assert!(row.iter().all(|&value| same(value, want)), "{kv} with {isa}: {row:?} for {number}");
+                if number.is_infinite() {
+                    continue;
+                }
                 assert_eq!(lse.is_nan(), number.is_nan(), "{kv} with {isa}: {lse} for {number}");
                 let score = number * 0.25 * 16.0 / 4.0;
                 assert!(

@@ -40,11 +40,10 @@ pub fn expected<T: Element>(
         KvRef::Same(q) => {
             let exact = of_converted(problem, arguments, &q, [&k, &v], false)?;
             let low = low_precision::forward_extras(problem, arguments, &q, &k, &v)?;
-            let of_rows = |form| form == DescaleForm::TokenHead;
-            if !of_rows(problem.descales.k) && !of_rows(problem.descales.v) {
+            if !is_rounded(problem, problem.descales.k) && !is_rounded(problem, problem.descales.v) {
                 return Ok((exact, low));
             }
-            // Some kernels round rows with a descale of their own to Q's type, others apply it to scores and
+            // Some kernels round such rows to Q's type, others apply their descale to scores and
             // probabilities: the noise is twice what lies between, of which half is for their other errors.
             let rounded = of_converted(problem, arguments, &q, [&k, &v], true)?;
             let between = |one: &[f64], other: &[f64]| {
@@ -58,8 +57,15 @@ pub fn expected<T: Element>(
     }
 }
 
-/// The f64 result on the numbers of codes: exact, or where `rounds` as elements of Q's type in rows with a
-/// descale of their own.
+/// Whether a kernel may apply descales of this form before it rounds to Q's type: of rows, and of latents,
+/// whose rows have those of K and of V.
+fn is_rounded(problem: &Problem, form: DescaleForm) -> bool {
+    let both = [problem.descales.k, problem.descales.v].iter().all(|&form| form != DescaleForm::None);
+    form == DescaleForm::TokenHead || problem.latent && both
+}
+
+/// The f64 result on the numbers of codes: exact, or where `rounds` as elements of Q's type where
+/// [`is_rounded`] says so.
 fn of_converted<T: Element>(
     problem: &Problem,
     arguments: Arguments<'_>,
@@ -92,7 +98,7 @@ fn of_converted<T: Element>(
                     for (column, number) in numbers[row * dim..(row + 1) * dim].iter_mut().enumerate() {
                         let (byte, index) = (column / codes.per_byte(), column % codes.per_byte());
                         let value = codes.number(bits.at(entry, at, head, byte), index) * descale;
-                        let is_rounded = rounds && form == DescaleForm::TokenHead;
+                        let is_rounded = rounds && is_rounded(problem, form);
                         *number = if is_rounded { T::from_f32(value).to_f32() } else { value };
                     }
                 }
