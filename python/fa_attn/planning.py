@@ -206,6 +206,9 @@ _NAMES = {
     "int4": ("int4",),
     "e5m2": ("e5m2", "float8_e5m2", "fp8_e5m2"),
 }
+# What arrays of a type hold: bytes where a library has none.
+_BYTES = ("uint8",)
+_HELD = {**_NAMES, "int4": _BYTES, **{kind: _NAMES[kind] + _BYTES for kind in ("e4m3", "e5m2")}}
 _COMPUTED, _CODES = ("f32", "f16", "bf16"), ("e4m3", "int8", "int4", "e5m2")
 
 
@@ -415,8 +418,7 @@ class Kernels:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
         for name, x, own in (("q", q, bound["dtype"]), ("k", k, self._codes), ("v", v, self._codes)):
             held = str(x.dtype).rpartition(".")[2]
-            known = {kind: (*_NAMES[kind], "uint8") for kind in ("e4m3", "e5m2")} | {"int4": ("uint8",)}
-            if own is not None and held not in known.get(own, _NAMES[own]):
+            if own is not None and held not in _HELD[own]:
                 raise _core.InputError(f"{name} holds {x.dtype}: bound is {own}")
         if hasattr(q, "__dlpack_device__"):
             try:
