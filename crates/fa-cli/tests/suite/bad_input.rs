@@ -346,7 +346,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("batch", "batches", "batches"),
         ("dtype: bf16", "dtype: bf16, bias: 3", "bias"),
         ("bf16", "bf17", "bf17"),
-        ("bf16", "bf17", "`f32`, `f16`, `bf16`, `e4m3`, `int8`, or `int4`"),
+        ("bf16", "bf17", "`f32`, `f16`, `bf16`, `e4m3`, `int8`, `int4`, or `e5m2`"),
         ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551615", "k has"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551616", "problem"),
@@ -381,7 +381,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("mask: full", "mask: full, bias: true", "bias"),
         ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
         ("bf16", "e4m3", "e4m3"),
-        ("bf16", "half", "`f32`, `f16`, `bf16`, `e4m3`, `int8`, or `int4`"),
+        ("bf16", "half", "`f32`, `f16`, `bf16`, `e4m3`, `int8`, `int4`, or `e5m2`"),
         ("Sm80Fwd", "Sm70Fwd", "Sm70Fwd"),
     ] {
         std::fs::write(&path, spec.replace(from, to)).unwrap();

@@ -211,7 +211,7 @@ fn refusals_name_the_tensor_or_the_flag() {
     refused(&fa("plan --kv-descale head"), &["--kv-descale", "add --kv-dtype"], "plan");
     let other = fa("plan --kv-dtype f16");
     assert!(
-        other.code == 2 && other.stderr.contains("no type of codes: use e4m3, int8 or int4"),
+        other.code == 2 && other.stderr.contains("no type of codes: use e4m3, int8, int4 or e5m2"),
         "{other:?}"
     );
     refused(&fa("bench --dtype int8 --backend cpu"), &["int8 is of K and V alone", "--kv-dtype"], "bench");
