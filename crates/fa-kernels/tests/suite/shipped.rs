@@ -27,24 +27,32 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
 }
 
 /// What specs are for: two sequences of 8k with 2,048 columns in all heads, or with groups of four, and more
-/// of
-/// 4k and 1k; packed chats; chunks of prompts, and decoding, on pages; latents are decoded.
+/// of 4k, 1k and 256; packed chats, and packed sentences; chunks of prompts, and decoding, on pages; latents are decoded.
 fn uses(spec: &KernelSpec) -> Vec<Problem> {
     let traits = spec.traits();
     let head_dims = (spec.head_dim as usize, spec.head_dim_v as usize);
     let alone = (2048 / head_dims.0).max(1);
+    let short = Side::packed(16_384, 256);
     let (chats, pages) = (Side::packed(16_384, 4096), |page: usize, batch: usize| {
         Side::paged(page, batch * 4096 / page, 4096)
     });
     let uses = match (spec.reads.varied, spec.reads.paged) {
-        _ if traits.is_latent => vec![(Lengths::uniform(128, 1, 4096), (64, 1))],
+        (_, true) if traits.is_latent => vec![
+            (Lengths::of(128, Side::padded(1), pages(64, 128)), (64, 1)),
+            (Lengths::of(128, Side::padded(1), pages(64, 128)), (16, 1)),
+            (Lengths::of(8, Side::padded(1), pages(64, 8)), (64, 1)),
+        ],
+        (_, false) if traits.is_latent => vec![(Lengths::uniform(128, 1, 4096), (64, 1))],
         (false, _) => vec![
             (Lengths::uniform(2, 8192, 8192), (alone, alone)),
             (Lengths::uniform(2, 8192, 8192), (32, 8)),
             (Lengths::uniform(4, 4096, 4096), (alone, alone)),
             (Lengths::uniform(16, 1024, 1024), (alone, alone)),
+            (Lengths::uniform(128, 256, 256), (12, 12)),
         ],
-        (true, false) => vec![(Lengths::of(8, chats, chats), (32, 8))],
+        (true, false) => {
+            vec![(Lengths::of(8, chats, chats), (32, 8)), (Lengths::of(128, short, short), (12, 12))]
+        }
         (true, true) => vec![
             (Lengths::of(8, Side::padded(512), pages(64, 8)), (32, 8)),
             (Lengths::of(64, Side::padded(1), pages(16, 64)), (32, 8)),

@@ -148,7 +148,7 @@ fn sm90() -> Vec<NamedSpec> {
     }
     change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
     let short = Sm90Fwd { num_wg: 1, tile_m: 64, tile_n: 64, kv_stages: 1, ..base.clone() };
-    for (blocks_per_sm, scheduler) in [(2, Scheduler::Static), (3, Scheduler::Dynamic)] {
+    for (blocks_per_sm, scheduler) in [(2, Scheduler::Static), (2, Scheduler::Dynamic)] {
         let name = format!("{blocks_per_sm} blocks per SM, {scheduler:?}").to_lowercase();
         change(&name, Sm90Fwd { blocks_per_sm, scheduler, ..short.clone() });
     }
