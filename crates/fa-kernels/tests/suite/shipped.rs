@@ -27,7 +27,8 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
 }
 
 /// What specs are for: two sequences of 8k with 2,048 columns in all heads, or with groups of four, and more
-/// of 4k, 1k and 256; packed chats, and packed sentences; chunks of prompts, and decoding, on pages; latents are decoded.
+/// of 4k, 1k and 256; packed chats and sentences; chunks of prompts, and decoding, on pages; latents are
+/// decoded.
 fn uses(spec: &KernelSpec) -> Vec<Problem> {
     let traits = spec.traits();
     let head_dims = (spec.head_dim as usize, spec.head_dim_v as usize);
