@@ -13,20 +13,16 @@ from operator import and_, or_
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import _torch_composed as composed
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
-from ._dropout import dropping, numbers_of
-from ._modifications import Extents, Modifications, broadcast, modifications, of_program
-from ._options import call_options
+from ._modifications import Extents, Modifications, modifications, of_program
 from ._programs import Program, takes
-from ._torch_memory import PLAIN, is_compiling
+from ._torch_by_heads import attention_by_heads, rows_of_heads
 from ._torch_programs import leave_out_of_graphs
-from .interface import flash_attn_varlen_func
-from .torch import attention, plain_attention
+from ._torch_sdpa import scaled_dot_product_attention
 
 __all__ = [
     "AuxOutput",
@@ -474,7 +470,7 @@ def flex_attention(
     float64 is computed by torch's operations, with all scores in memory and derivatives of every order.
     """
     _check_kernel_options(kernel_options)
-    q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
+    q, k, v = rows_of_heads(query, key, value, flag("enable_gqa", enable_gqa))
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
     if wants_lse and return_aux is not None:
@@ -493,7 +489,7 @@ def flex_attention(
         if score_mod is not None:
             own = modifications(q, extents, score_mod=score_mod)
             mods = own if mods is None else mods.joined(own)
-        out, lse = _attention(q, k, v, mods, scale)
+        out, lse = attention_by_heads(q, k, v, mods, scale)
         most = _max_scores(q, k, v, mods, scale) if wants_most else None
     if return_aux is not None:
         kind = type(return_aux).__name__
@@ -513,218 +509,7 @@ def _max_scores(q, k, v, mods, scale):
     sharper = Modifications((_SHARPER,))
     mods = sharper if mods is None else mods.joined(sharper)
     with torch.no_grad():
-        return _attention(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS
-
-
-def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0, wants_lse=True):
-    """(out, lse) in torch's layout; without `wants_lse` lse may be None."""
-    if mods is None and offset == 0 and type(q) in PLAIN and not is_compiling():
-        made = _at_once(q, k, v, scale, causal, wants_lse)
-        if made is not None:
-            out, lse = made if wants_lse else (made, None)
-            return out.transpose(1, 2), lse
-    options = call_options(number("scale", scale), causal, (-1, -1), 0.0, False, offset)
-    options = options._replace(by_heads=_lies_by_heads(q))
-    out, lse = attention(q, k, v, options, None, mods=mods, wants_lse=wants_lse)
-    return out.transpose(1, 2), lse
-
-
-def _at_once(q, k, v, scale, causal, wants_lse):
-    """The results of a call that the extension module reads and computes alone, else None."""
-    room = None
-    if _lies_by_heads(q):
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            return None
-        batch, rows, heads, _ = q.shape
-        room = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
-    numbers, results = (scale, causal, (-1, -1), 0.0, False), (room, wants_lse, False, False)
-    return plain_attention(q, k, v, numbers, results, None, (), {})
-
-
-def _lies_by_heads(q):
-    """Whether heads of a tensor (batch, rows, heads, columns) lie one after another, rows within them."""
-    return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(1) < q.stride(2)
-
-
-def _rows(query, key, value, enable_gqa):
-    """q, k and v with heads behind rows."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            raise InputTypeError(f"{name} is {type(x).__name__}: it must be a torch tensor")
-        if x.dim() != 4:
-            raise InputError(
-                f"{name} has the shape {tuple(x.shape)}: it must be (batch, heads, seqlen, head_dim)"
-            )
-    heads, heads_kv = query.shape[1], key.shape[1]
-    if heads != heads_kv and not enable_gqa:
-        raise InputError(
-            f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
-        )
-    if key.shape[0] == 1 and query.shape[0] != 1:
-        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-
-def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: Optional[torch.Tensor] = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Optional[float] = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
-
-    `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
-    with a gradient where it asks for one; or a causal mask of torch.nn.attention.bias. `dropout_p`:
-    probabilities are dropped by torch's generator, with FlashAttention-2's bits. `is_causal` is aligned at
-    the top left, and hides keys beside those that `attn_mask` hides. Nested tensors (batch, heads, rows of
-    each sequence, head_dim) of the jagged layout are computed as packed rows, without attn_mask.
-    A query that sees no key gives 0. float64 is computed by torch's operations, with all scores in memory and
-    derivatives of every order; what `dropout_p` drops is then torch's.
-    """
-    is_causal = flag("is_causal", is_causal)
-    if not isinstance(query, torch.Tensor) or query.dim() < 2:
-        raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
-    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
-        return _of_jagged(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, flag("enable_gqa", enable_gqa)
-        )
-    alignment = _TOP_LEFT if is_causal else None
-    if isinstance(attn_mask, CausalBias):
-        if is_causal:
-            raise InputError("is_causal beside a CausalBias as attn_mask: give one of them")
-        alignment, attn_mask = _alignment_of(attn_mask, (query.shape[-2], key.shape[-2])), None
-    options = dropout_p, alignment, scale, flag("enable_gqa", enable_gqa)
-    return _scaled(query, key, value, attn_mask, *options)
-
-
-def _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    """The same of nested tensors, whose values are packed rows."""
-    if attn_mask is not None:
-        raise UnsupportedError("attn_mask beside nested tensors: give is_causal, or pad the sequences")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        # Their parts are known by private names alone.
-        is_jagged = isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.jagged
-        if not is_jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
-            raise UnsupportedError(
-                f"{name} beside nested tensors: all three are nested tensors of layout=torch.jagged, (batch, "
-                "heads, rows, head_dim), that are contiguous but for the order of heads and rows"
-            )
-    if key.shape[2] != value.shape[2]:
-        raise InputError("value has other lengths than key: give both the same offsets")
-    if is_causal and query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            "is_causal of nested tensors whose query and key have offsets of their own: they are aligned at "
-            "the top left where both have the same, or give their values() to flash_attn_varlen_func, which "
-            "aligns at the bottom right"
-        )
-    heads, heads_kv = query.shape[1], key.shape[1]
-    if heads != heads_kv and not enable_gqa:
-        raise InputError(
-            f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
-        )
-    out = flash_attn_varlen_func(
-        *(x.transpose(1, 2).values() for x in (query, key, value)),
-        *(x.offsets().int() for x in (query, key)),
-        *(x._get_max_seqlen() for x in (query, key)),
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=is_causal,
-    )
-    return torch.nested.nested_tensor_from_jagged(out, query.offsets()).transpose(1, 2)
-
-
-# Where a causal mask begins, or ends.
-_TOP_LEFT, _BOTTOM_RIGHT = "top left", "bottom right"
-
-
-def _alignment_of(bias, lengths):
-    """That of a mask of torch.nn.attention.bias, which is a tensor without values."""
-    if (bias.seq_len_q, bias.seq_len_kv) != lengths:
-        raise InputError(
-            f"attn_mask is a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)} queries and keys, and the "
-            f"call has {lengths}: make one for these"
-        )
-    return _TOP_LEFT if bias.variant == CausalVariant.UPPER_LEFT else _BOTTOM_RIGHT
-
-
-def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa):
-    """scaled_dot_product_attention with a causal mask that is aligned in either way, or none."""
-    if query.dim() != 4:
-        return _with_other_axes(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa)
-    if not enable_gqa:
-        query, key, value = _broadcast(query, key, value)
-    # One head of keys is shared by all heads of queries.
-    q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
-    if alignment is _TOP_LEFT and q.shape[1] < k.shape[1] == v.shape[1]:
-        # Keys that no query sees are left out: no kernel has a mask whose diagonal ends so far to the left.
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.shape[-1:] == (k.shape[1],):
-            attn_mask = attn_mask[..., : q.shape[1]]
-        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-    extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if composed.is_composed(query, key, value):
-        return _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents)
-    mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
-    mods = dropping(mods, q, lambda: extents, dropout_p, None)
-    # At the top left query i sees the keys up to its own.
-    offset = q.shape[1] - k.shape[1] if alignment is _TOP_LEFT else 0
-    return _attention(q, k, v, mods, scale, alignment is not None, offset, wants_lse=False)[0]
-
-
-def _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
-    """The same by torch's operations."""
-    if attn_mask is not None:
-        attn_mask = broadcast("attn_mask", attn_mask, extents)
-        if attn_mask.dtype not in (torch.bool, q.dtype):
-            raise InputTypeError(f"attn_mask holds {attn_mask.dtype}: it must be bool or {q.dtype}, as query")
-    p = number("dropout_p", dropout_p) or 0.0
-    if p:
-        numbers_of(p)
-    offset = {None: None, _TOP_LEFT: 0, _BOTTOM_RIGHT: extents.keys - extents.rows}[alignment]
-    change, visible = composed.masked(attn_mask, offset, extents.rows, extents.keys, q.device)
-    tensors = (x.transpose(1, 2) for x in (q, k, v))
-    return composed.attention(*tensors, number("scale", scale), change, visible, p)[0]
-
-
-def _broadcast(query, key, value):
-    """Tensors of four axes with the batch and the heads of all three, as torch's own products broadcast them;
-    a single head of both key and value stays one."""
-    shapes = [x.shape for x in (query, key, value) if isinstance(x, torch.Tensor) and x.dim() == 4]
-    if len(shapes) < 3 or shapes[0][:2] == shapes[1][:2] == shapes[2][:2]:
-        return query, key, value
-    try:
-        batch, heads = torch.broadcast_shapes(*(shape[:2] for shape in shapes))
-    except RuntimeError:
-        # What differs is said by the checks.
-        return query, key, value
-    heads_kv = 1 if key.shape[1] == value.shape[1] == 1 else heads
-    query = query.expand(batch, heads, -1, -1)
-    return query, *(x.expand(batch, heads_kv, -1, -1) for x in (key, value))
-
-
-def _with_other_axes(query, key, value, attn_mask, *options):
-    """The same of tensors with fewer or more than four axes."""
-    axes = query.dim()
-    if key.dim() != axes or value.dim() != axes or (attn_mask is not None and attn_mask.dim() > axes):
-        raise InputError(
-            f"query, key and value have {axes}, {key.dim()} and {value.dim()} axes: as many are "
-            "needed, and attn_mask has no more"
-        )
-    if axes < 4:
-        # Of one sequence.
-        q, k, v = (x[(None,) * (4 - axes)] for x in (query, key, value))
-    else:
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-        q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() > 3:
-            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    out = _scaled(q, k, v, attn_mask, *options)
-    if axes < 4:
-        return out[(0,) * (4 - axes)]
-    return out.unflatten(0, batch)
+        return attention_by_heads(q.detach(), k.detach(), v.detach(), mods, scale)[1] / _SHARPNESS
 
 
 def triangle_attention(
@@ -763,6 +548,6 @@ def triangle_attention(
         own_q, own_k, own_v = (x[at].transpose(1, 2) for x in (q, k, v))
         own = Extents(rows, heads, queries, k.shape[3])
         mods = modifications(own_q, own, bias=bias[at], mask=None if mask is None else mask[at].bool())
-        made.append(_attention(own_q, own_k, own_v, mods, scale))
+        made.append(attention_by_heads(own_q, own_k, own_v, mods, scale))
     out, lse = (x[0][None] if batch == 1 else torch.stack(x) for x in zip(*made))
     return (out, lse[..., None], None) if flag("return_aux", return_aux) else out

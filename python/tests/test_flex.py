@@ -12,6 +12,7 @@ import fa_attn  # noqa: E402
 import fa_attn.flex  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
+from fa_attn import _torch_by_heads as by_heads  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.attention.bias import CausalBias, CausalVariant  # noqa: E402
 
@@ -294,13 +295,13 @@ def test_keys_beyond_the_last_query_reach_no_kernel(masked, monkeypatch):
     seen = torch.ones(rows, keys).bool().tril()
     masks = {"bool": draw(rows, keys) > -1.0, "added": draw(H, rows, keys), "of rows": draw(rows, 1)}
     mask = masks.get(masked)
-    calls, plain = [], fa_attn.flex.attention
+    calls, plain = [], by_heads.attention
 
     def called(q, k, v, options, *others, **named):
         calls.append((k.shape[1], options.query_offset))
         return plain(q, k, v, options, *others, **named)
 
-    monkeypatch.setattr(fa_attn.flex, "attention", called)
+    monkeypatch.setattr(by_heads, "attention", called)
     got = fa_attn.scaled_dot_product_attention(*own, mask, is_causal=True)
     assert calls == [(rows, 0)]
     added = 0.0 if mask is None else torch.where(mask, 0.0, -math.inf) if masked == "bool" else mask

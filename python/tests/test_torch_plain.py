@@ -556,33 +556,34 @@ def test_programs_of_plain_tensors_are_computed_without_an_operator(device, dtyp
 
 @on
 def test_torchs_functions_take_the_short_way(device, dtype, monkeypatch):
+    from fa_attn import _torch_by_heads as by_heads
     from fa_attn import flex
 
-    made, plain = [], flex.plain_attention
+    made, plain = [], by_heads.plain_attention
 
     def counted(*arguments):
         made.append(plain(*arguments))
         return made[-1]
 
     q, k, v = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 4, 64), (2, 40, 4, 64), seed=7, grad=False)
-    by_heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    of_heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     by_rows = [x.transpose(1, 2) for x in (q, k, v)]
-    for inputs in (by_heads, by_rows):
+    for inputs in (of_heads, by_rows):
         for call in (
             lambda: (flex.scaled_dot_product_attention(*inputs),),
             lambda: (flex.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3),),
             lambda: flex.flex_attention(*inputs, return_lse=True),
         ):
-            monkeypatch.setattr(flex, "plain_attention", counted)
+            monkeypatch.setattr(by_heads, "plain_attention", counted)
             one = call()
             assert (made[-1] is not None) == (dtype is not torch.float32)
-            monkeypatch.setattr(flex, "plain_attention", lambda *_: None)
+            monkeypatch.setattr(by_heads, "plain_attention", lambda *_: None)
             for own, other in zip(one, call()):
                 assert torch.equal(own, other) and own.abs().sum() > 0
                 assert own.stride() == other.stride() and own.shape == other.shape
-    monkeypatch.setattr(flex, "plain_attention", counted)
+    monkeypatch.setattr(by_heads, "plain_attention", counted)
     before = len(made)
-    learned = [x.clone().requires_grad_() for x in by_heads]
+    learned = [x.clone().requires_grad_() for x in of_heads]
     out = flex.scaled_dot_product_attention(*learned)
     assert out.is_contiguous() and len(made) == before
     out.float().square().sum().backward()
