@@ -34,7 +34,7 @@ class Program:
     """
 
     def __init__(self, text, arrays=None, scalars=None):
-        description = _description(text)
+        description = description_of(text)
         self.description = description
         self.text = description["text"]
         self.mask, self.score = description["mask"], description["score"]
@@ -96,12 +96,13 @@ class Program:
         return _evaluated(self.text, arrays, scalars, [(float(s), [int(x) for x in at]) for s, *at in points])
 
 
-def _description(text):
+def description_of(text):
+    """What the extension module says of a program."""
     return json.loads(_described(text))
 
 
 # Called by torch.compile where it traces, not traced.
-_description._dynamo_marked_constant = True
+description_of._dynamo_marked_constant = True
 
 
 def _by_name(what, declared, given):

@@ -11,6 +11,7 @@ import torch
 
 from . import _core
 from ._modifications import extents_of
+from ._programs import description_of
 
 _INT, _FLOAT = torch.int32, torch.float32
 _AXES = "bhqk"
@@ -18,13 +19,19 @@ _AXES = "bhqk"
 
 @lru_cache(maxsize=4096)
 def _described(texts):
-    """What `Program::with_direct_gradients` makes of a call's programs; None where nothing is replaced."""
+    """What `Program::with_direct_gradients` makes of a call's programs, with the element types of their arrays
+    and the names of those that are left; None where nothing is replaced."""
+    text = reduce(_core.program_with, texts)
     try:
-        made = _core.program_direct(reduce(_core.program_with, texts))
+        made = _core.program_direct(text)
     except _core.InputError:
         # Too many arrays: as kernels refuse the program that it is.
         return None
-    return None if made is None else json.loads(made)
+    if made is None:
+        return None
+    made = json.loads(made)
+    elements = {array["name"]: array["element"] for array in description_of(text)["arrays"]}
+    return made, elements, {array["name"] for array in description_of(made["text"])["arrays"]}
 
 
 class DirectGradients:
@@ -37,17 +44,19 @@ class DirectGradients:
         found = _described(tuple(programs[0]))
         return None if found is None else cls(found, q, k, options, extras, programs, gradients)
 
-    def __init__(self, found, q, k, options, extras, programs, gradients):
+    def __init__(self, described, q, k, options, extras, programs, gradients):
+        found, elements, left = described
         _, arrays, scalars = programs
         wanted, arrays = dict(gradients), dict(arrays)
-        places = _Places(found, arrays, dict(scalars), _variables(q, k, options, extras))
-        self.loads, kept = [], [one for one in arrays.items() if one[0] in _declared(found["text"])]
+        variables = _variables(q, k, options, extras)
+        places = _Places(found["nodes"], elements, arrays, dict(scalars), variables)
+        self.loads, kept = [], [one for one in arrays.items() if one[0] in left]
         for load in found["loads"]:
             gather = places.gather(load)
             # In f32, as gradients are summed.
             values = gather.of(arrays[load["array"]]).to(_FLOAT)
             kept.append((load["name"], values))
-            made = torch.zeros(values.shape, dtype=_FLOAT, device=q.device)
+            made = torch.empty(values.shape, dtype=_FLOAT, device=q.device)
             self.loads.append((load, gather, made, wanted.get(load["array"])))
         self.programs = ([found["text"]], kept, scalars)
         replaced = {load["array"] for load in found["loads"]}
@@ -61,12 +70,6 @@ class DirectGradients:
         for _, gather, made, room in self.loads:
             if room is not None:
                 gather.add(room, made)
-
-
-def _declared(text):
-    """The names of the arrays that a program's canonical text declares."""
-    lines = (line.split() for line in text.splitlines())
-    return {words[1].rstrip(":") for words in lines if words and words[0] == "array"}
 
 
 def _variables(q, k, options, extras):
@@ -147,8 +150,8 @@ _OPERATIONS = {
 class _Places:
     """What a program's integers are at all places of a call."""
 
-    def __init__(self, found, arrays, scalars, variables):
-        self.nodes, self.elements = found["nodes"], found["elements"]
+    def __init__(self, nodes, elements, arrays, scalars, variables):
+        self.nodes, self.elements = nodes, elements
         self.arrays, self.scalars = arrays, scalars
         self.variables = variables
         self.device = variables["q"].device
@@ -160,7 +163,7 @@ class _Places:
             rows, keys = self.variables["q"].numel(), self.variables["k"].numel()
             distance = torch.arange(1 - keys, rows, dtype=_INT, device=self.device).view(1, 1, 1, -1)
             along = dict(self.variables, q=distance.clamp(min=0), k=(-distance).clamp(min=0))
-            others = _Places(dict(nodes=self.nodes, elements=self.elements), self.arrays, self.scalars, along)
+            others = _Places(self.nodes, self.elements, self.arrays, self.scalars, along)
             own = [name for name in load["axes"] if name != "q"]
             return _ByDistance(others._elements(load["indices"], load["array"], own), rows, keys)
         return self._elements(load["indices"], load["array"], load["axes"])

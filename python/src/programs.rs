@@ -1,7 +1,5 @@
 //! Masks and modifications of scores as programs: checked, described and evaluated.
 
-use std::collections::BTreeMap;
-
 use fa_core::program::{
     ArrayData, ArrayView, Const, Deps, Element, GradientForm, Inputs, Node, NodeId, Point, Precision,
     Program, ScoreClass, Tile, TileState, Type, Unary, Value,
@@ -146,8 +144,6 @@ struct DirectGradients<'a> {
     loads: Vec<Load>,
     /// The operation, by its name in texts, and its operands.
     nodes: Vec<(String, Vec<serde_json::Value>)>,
-    /// Element types of the program's arrays by name.
-    elements: BTreeMap<&'a str, &'static str>,
 }
 
 /// `Program::with_direct_gradients` of a text as JSON; None where the program stays as it is.
@@ -171,7 +167,6 @@ pub(crate) fn program_direct(text: &str) -> PyResult<Option<String>> {
         text: direct.text(),
         loads: loads.collect(),
         nodes: program.own().map(|(_, node)| described_node(&program, node)).collect(),
-        elements: program.arrays().iter().map(|array| (array.name.as_str(), array.element.name())).collect(),
     };
     serde_json::to_string(&described).map(Some).map_err(|error| InputError::new_err(error.to_string()))
 }
