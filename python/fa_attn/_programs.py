@@ -241,12 +241,14 @@ def _is_filled(cell):
 
 
 def _traced(function, result, names, device, extents):
-    constants = set()
+    constants, of_jax = set(), None
     while True:
         recorder = Recorder(constants, device, result == "score", extents)
         try:
-            text = _text_of(recorder, function, result, names)
+            text = _text_of(recorder, function, result, names, of_jax)
             break
+        except _OfJax as found:
+            constants, of_jax = set(), found
         except NeedsConstant as needed:
             # Each turn makes at least one number a constant.
             if not needed.names - constants:
@@ -258,26 +260,22 @@ def _traced(function, result, names, device, extents):
     return program
 
 
-def _text_of(recorder, function, result, names):
+class _OfJax(Exception):
+    """A function calls jax's, which take no recording scalars: jax traces it."""
+
+
+def _text_of(recorder, function, result, names, of_jax):
     score = [Traced(recorder, "s", "f32")] if names == _SCORE else []
     arguments = [*score, *(recorder.index(name, axis) for axis, name in enumerate(_MASK))]
     _check_signature(function, result, names)
-    with recording(recorder):
-        try:
-            value = _with_recorded(recorder, function, set())(*arguments)
-        except TypeError as error:
-            if "(got Indexed)" in str(error):
-                raise UnsupportedError(
-                    f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
-                ) from error
-            # Jax names the type that it does not take.
-            if "jax" not in sys.modules or "fa_attn._traced." not in str(error):
-                raise
-            raise UnsupportedError(
-                f"{result}_mod calls a function of jax, which takes jax's arrays alone: numpy's functions, "
-                "operators and methods can be traced"
-            ) from error
-        value = recorder.operand(value)
+    if of_jax is None:
+        value = _called(recorder, function, result, arguments)
+    else:
+        from ._traced_jaxprs import as_jaxpr
+
+        copied = functools.partial(_with_recorded, seen=set())
+        value = as_jaxpr(recorder, function, arguments, copied, of_jax.__cause__)
+    value = recorder.operand(value)
     if value is None:
         raise UnsupportedError(f"{result}_mod returns neither a number nor a truth value")
     kind = "bool" if result == "mask" else "f32"
@@ -286,6 +284,39 @@ def _text_of(recorder, function, result, names):
             raise InputError(f"{result}_mod returns {value.kind}, and a mask is a truth value")
         value = recorder.converted(value, kind)
     return recorder.text(result, value)
+
+
+def _called(recorder, function, result, arguments):
+    """What a function gives of recording scalars."""
+    with recording(recorder):
+        try:
+            return recorder.operand(_with_recorded(recorder, function, set())(*arguments))
+        except (TypeError, ValueError, IndexError, AttributeError, UnsupportedError) as error:
+            if "(got Indexed)" in str(error):
+                raise UnsupportedError(
+                    f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
+                ) from error
+            # Jax names the type that it does not take.
+            is_named = isinstance(error, TypeError) and "fa_attn._traced." in str(error)
+            if "jax" in sys.modules and (is_named or _reads_jax(function, set())):
+                raise _OfJax from error
+            raise
+
+
+def _reads_jax(function, seen):
+    """Whether a function closes over a module or a function of jax, or reads one by a global name."""
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    scope = function.__globals__
+    for value in [*cells, *(scope[name] for name in _names_of(function.__code__) if name in scope)]:
+        home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        is_code = isinstance(value, types.ModuleType) or callable(value)
+        if is_code and str(home).split(".")[0] == "jax" or _reads_jax(value, seen):
+            return True
+    return False
 
 
 def takes(function, count):

@@ -329,11 +329,16 @@ const FILES: [&str; 9] = [
 ];
 
 /// Tests of jax's arrays.
-const JAX_FILES: [&str; 4] =
-    ["test_jax.py", "test_jax_codes.py", "test_jax_traced.py", "test_jax_programs.py"];
+const JAX_FILES: [&str; 5] = [
+    "test_jax.py",
+    "test_jax_codes.py",
+    "test_jax_traced.py",
+    "test_jax_programs.py",
+    "test_jax_functions.py",
+];
 /// A mask of each kind: jax compiles every case anew, half a second of two cores.
 const JAX_CHOSEN: &str =
-    "not (full or window or scale or axes1 or options1 or options2 or (bfloat16 and options))";
+    "not (full or window or scale or axes1 or options1 or options2 or extents or (bfloat16 and options))";
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
