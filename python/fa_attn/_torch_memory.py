@@ -98,18 +98,27 @@ def new_results(q, v, has_gaps, options, out=None, wants_lse=True):
 
 
 def rows_of(x):
-    """The tensor with contiguous rows, as FlashAttention makes them."""
+    """The tensor with rows that the library reads: contiguous, and on a GPU each on 16 bytes. Others are
+    copied."""
+    if _has_address(x):
+        return aligned(x)
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def is_aligned(x):
-    """Whether kernels can read and write the tensor in place."""
-    *outer, last = x.stride()
-    for stride in outer:
-        if stride % 8:
+    """Whether kernels can read and write the tensor in place: each row on 16 bytes."""
+    whole = 16 // x.element_size()
+    *outer, last = zip(x.shape, x.stride())
+    for size, stride in outer:
+        if stride % whole and size > 1:
             return False
-    return last == 1 and x.data_ptr() % 16 == 0
+    return last[1] == 1 and x.data_ptr() % 16 == 0
+
+
+def _has_address(x):
+    """Whether it is a tensor of a GPU, and none that stands for one."""
+    return x.is_cuda and type(x) in PLAIN and not (is_compiling() or is_transforming())
 
 
 def may_overlap(one, other):
@@ -140,7 +149,7 @@ def aligned(x):
     if is_aligned(x):
         return x
     x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_CONTIGUOUS)
 
 
 def new_gradients(q, k, v, extras):
@@ -262,7 +271,9 @@ def is_plain(x):
 
 
 def has_rows(x):
-    """Whether a plain tensor's rows are contiguous."""
+    """Whether a plain tensor has rows that the library reads, as `rows_of` makes them."""
+    if x.is_cuda:
+        return is_aligned(x)
     # Asking this of the whole tensor takes a third of the time, which small calls notice.
     return x.is_contiguous() or x.stride(-1) == 1
 

@@ -1,5 +1,6 @@
 //! Calls on arrays in a GPU's memory: kernels bound once for each problem, launched on the caller's stream.
-//! Only the caller's library allocates, but for the counters of captured graphs, and nothing waits.
+//! Only the caller's library allocates, but for the counters of captured graphs and the workspaces that calls
+//! share, and nothing waits.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -111,8 +112,8 @@ impl Counters {
     }
 }
 
-/// Memory of the caller's library for the forwards on a stream. Kernels use it in turn: each leaves at zero
-/// what the next one needs to be zero.
+/// Memory for the forwards on a stream. Kernels use it in turn: each leaves at zero what the next one needs to
+/// be zero.
 struct Workspace {
     _memory: Memory,
     address: u64,
@@ -125,6 +126,8 @@ struct Workspace {
 
 /// The most workspaces that are kept: streams come and go.
 const WORKSPACES: usize = 64;
+/// The most bytes of one that is kept. The parts of divided keys that fill a GPU once take some 20 MB.
+const KEPT_BYTES: usize = 64 << 20;
 
 /// A problem, a pass of it, how its work is divided, and whether its kernel is pinned.
 type Key = (ProblemKey, Pass, Division, bool);
@@ -327,29 +330,41 @@ impl Device {
         if bytes == 0 {
             return Ok(None);
         }
-        let is_kept = !is_capturing(stream);
+        let is_capturing = is_capturing(stream);
         let kept = lock(&self.workspaces).get(&from.stream).cloned();
-        if let Some(kept) = kept.filter(|kept| is_kept && kept.bytes >= bytes) {
+        if let Some(kept) = kept.filter(|kept| !is_capturing && kept.bytes >= bytes) {
             return Ok(Some(kept));
         }
-        let counter = if is_kept {
+        if !is_capturing {
             self.counters.get_or_init(|| Counters::new(stream));
-            None
-        } else {
-            self.counters.get().and_then(Option::as_ref).and_then(Counters::take)
-        };
-        let bytes = if is_kept { bytes.next_power_of_two() } else { bytes };
-        let (memory, address) = scratch(bytes, counter.is_none(), stream, from.allocate)?;
-        let made = Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() });
-        if is_kept {
-            let mut kept = lock(&self.workspaces);
-            let has_room = kept.len() < WORKSPACES || kept.contains_key(&from.stream);
-            let before = if has_room { kept.insert(from.stream, made.clone()) } else { None };
-            // The library that frees it may call back.
-            drop(kept);
-            drop(before);
+            if let Some(made) = self.kept_workspace(bytes.next_power_of_two(), stream, from.stream) {
+                return Ok(Some(made));
+            }
         }
-        Ok(Some(made))
+        let counter = if is_capturing {
+            self.counters.get().and_then(Option::as_ref).and_then(Counters::take)
+        } else {
+            None
+        };
+        let (memory, address) = scratch(bytes, counter.is_none(), stream, from.allocate)?;
+        Ok(Some(Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() })))
+    }
+
+    /// A workspace that calls on a stream share from now on; `None` where it would be too large, where too many
+    /// streams have one and where the driver has no memory for it. It is no memory of the caller's library: a
+    /// pool that a program is in, as of a graph that is warmed up, is given back or unmapped whole.
+    fn kept_workspace(&self, bytes: usize, stream: &Arc<CudaStream>, handle: u64) -> Option<Arc<Workspace>> {
+        let has_room =
+            |kept: &Table<u64, Arc<Workspace>>| kept.len() < WORKSPACES || kept.contains_key(&handle);
+        if bytes > KEPT_BYTES || !has_room(&lock(&self.workspaces)) {
+            return None;
+        }
+        let (memory, address) = scratch(bytes, true, stream, None).ok()?;
+        let turn = Mutex::default();
+        let made = Arc::new(Workspace { _memory: memory, address, bytes, counter: None, turn });
+        let before = lock(&self.workspaces).insert(handle, made.clone());
+        drop(before);
+        Some(made)
     }
 
     /// Launches an append.

@@ -129,6 +129,14 @@ impl Plain {
             let has_rows = stride == 1 || view.is_contiguous();
             view.dtype == dtype && has_rows && columns % whole == 0
         };
+        // Others are copied, but for a cache, which an error names.
+        let inputs = if is_cache { &views[..1] } else { &views[..] };
+        let is_read = |view: &View<'_>| {
+            view.place == Place::Cpu || is_aligned(view, if view.dtype == keys { whole } else { WHOLE })
+        };
+        if !inputs.iter().all(is_read) {
+            return Ok(None);
+        }
         let are_plain =
             is_plain(&views[0], dtype, WHOLE) && views[1..].iter().all(|view| is_plain(view, keys, whole));
         if !matches!(dtype, Type::F16 | Type::Bf16) || !are_plain || codes_of(&views[2]) != codes {
@@ -533,10 +541,14 @@ fn is_described(
 
 /// Whether kernels write the tensor in place.
 fn is_written_in_place(out: &View<'_>) -> bool {
-    let Some((last, outer)) = out.strides().split_last() else { return false };
-    *last == 1
-        && (out.address() as usize).is_multiple_of(WRITTEN_AT)
-        && outer.iter().all(|stride| stride % WHOLE as i64 == 0)
+    out.strides().last() == Some(&1) && is_aligned(out, WHOLE)
+}
+
+/// Whether each row of the tensor begins on 16 bytes, `whole` elements.
+fn is_aligned(view: &View<'_>, whole: usize) -> bool {
+    let mut outer = view.shape().iter().zip(view.strides()).rev().skip(1);
+    let is_even = |(&size, &stride): (&usize, &i64)| size <= 1 || stride % whole as i64 == 0;
+    (view.address() as usize).is_multiple_of(WRITTEN_AT) && outer.all(is_even)
 }
 
 /// Whether no address of an input is within the reach of `out`.
