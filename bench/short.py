@@ -9,8 +9,8 @@ dense and packed (lengths between half of the longest and the longest); 64 x 384
 batches of trainers, causal: rollouts of several hundred tokens with groups of 7 and 8, and one long sequence
 among many short ones. With a seed the rows are drawn instead, two for each of dense and packed, full and
 causal, 12 and 16 heads of 64 and 12 of 128, bf16 and f16: some hundred sequences of 64 to 512 tokens. `peers`
-leaves other peers out, `only` rows whose names lack it. Each row is checked first: out, dq, dk and dv of two sequences against the formula in
-float32; a peer whose result is wrong leaves the row. Then the contestants replay CUDA graphs in turns, the
+leaves other peers out, `only` rows whose names lack it. Each row is checked first: out, dq, dk and dv of two
+sequences against the formula in float32; a peer whose result is wrong leaves the row. Then the contestants replay CUDA graphs in turns, the
 median over the turns counts. TFLOP/s are of all pairs of a query and a key of its sequence: 4 operations for
 each element of the head dim in the forward, 10 in the backward; TB/s of q, k, v and out once, in the backward
 of those, dout and the gradients once; causal rows count half of the pairs. `cpu` only checks, on small
