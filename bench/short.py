@@ -2,13 +2,15 @@
 """Batches of short sequences, as encoders, classifiers and trainers have them, beside torch's attention
 (FlashAttention-2, cuDNN) and FlashAttention-3 and -4 where they are installed (wheels fa3-fwd, flash-attn-4).
 
-    python bench/short.py OUT.json [SECONDS] [cpu]
+    python bench/short.py OUT.json [SECONDS] [cpu] [seed=N] [peers=NAME,..] [only=TEXT]
 
 32k tokens of 12 heads in sequences of 64 to 512, head dims 64 and 128, bf16 and f16, forward and backward,
 dense and packed (lengths between half of the longest and the longest); 64 x 384 of 4 heads of 32; and packed
 batches of trainers, causal: rollouts of several hundred tokens with groups of 7 and 8, and one long sequence
-among many short ones. Each row is checked first: out, dq, dk and dv of two sequences against the formula in
-float32; a peer whose result is wrong leaves the row. Then the contestants replay CUDA graphs in turns, the
+among many short ones. With a seed the rows are drawn instead, two for each of dense and packed, full and
+causal, 12 and 16 heads of 64 and 12 of 128, bf16 and f16: some hundred sequences of 64 to 512 tokens. `peers`
+leaves other peers out, `only` rows whose names lack it. Each row is checked first: out, dq, dk and dv of two
+sequences against the formula in float32; a peer whose result is wrong leaves the row. Then the contestants replay CUDA graphs in turns, the
 median over the turns counts. TFLOP/s are of all pairs of a query and a key of its sequence: 4 operations for
 each element of the head dim in the forward, 10 in the backward; TB/s of q, k, v and out once, in the backward
 of those, dout and the gradients once; causal rows count half of the pairs. `cpu` only checks, on small
@@ -31,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fa_attn
 
 GPU = "cpu" not in sys.argv[2:]
+NAMED = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
 DEVICE = "cuda" if GPU else "cpu"
 TOKENS = 32768 if GPU else 1024
 TURNS, LEAST = 9, 2e-3
@@ -46,19 +49,20 @@ class Row(NamedTuple):
     heads_kv: int = 12
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
+    tokens: int = TOKENS
 
     @property
     def packed(self):
-        return self.form != "dense"
+        return not self.form.startswith("dense")
 
     @property
     def causal(self):
-        return self.form in ("rollouts", "one long")
+        return self.form in ("rollouts", "one long") or self.form.endswith("causal")
 
     def lengths(self):
         """Lengths of the sequences; the first and the last, which are checked, are short."""
         rng = random.Random(f"{self.form} {self.longest} {self.dim}")
-        tokens = 64 * 384 if self.dim == 32 and GPU else TOKENS
+        tokens = 64 * 384 if self.dim == 32 and GPU else self.tokens
         if self.form == "rollouts":
             found = []
             while sum(found) < tokens:
@@ -73,7 +77,21 @@ class Row(NamedTuple):
     def __str__(self):
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
         name = "bf16" if self.dtype is torch.bfloat16 else "f16"
-        return f"{self.form} {self.longest}, {heads} of {self.dim}, {name}"
+        count = "" if self.tokens == TOKENS else f", {self.tokens // self.longest} sequences"
+        return f"{self.form} {self.longest}, {heads} of {self.dim}, {name}{count}"
+
+
+def drawn(seed):
+    """Rows of short sequences by that seed, those of bf16 first: lengths in the lower and the upper half of 64 to
+    512, by their logarithms."""
+    rng = random.Random(seed)
+    for dtype in (torch.bfloat16, torch.float16):
+        for heads, dim in ((12, 64), (12, 128), (16, 64)):
+            for form in ("dense", "dense causal", "packed", "packed causal"):
+                for half in (0, 1):
+                    longest = round(2 ** (6 + 1.5 * (half + rng.random())))
+                    tokens = round(TOKENS * 2 ** rng.uniform(-0.5, 0.75))
+                    yield Row(form, longest, heads, heads, dim, dtype, tokens)
 
 
 def rows():
@@ -155,7 +173,7 @@ def torch_with(backend):
         def call():
             with sdpa_kernel(backend):
                 q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
-                return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=case.row.causal).transpose(1, 2)
 
         return call
 
@@ -168,6 +186,31 @@ def packed_fa2(case):
         return None
     options = (*case.bounds, 0.0, case.row.causal, False)
     return lambda: torch.ops.aten._flash_attention_forward(case.q, case.k, case.v, *options)[0]
+
+
+class PackedCudnn(torch.autograd.Function):
+    """torch's cuDNN of packed sequences, by its operators."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, starts, longest, causal):
+        bounds = (starts, starts, longest, longest)
+        operator = torch.ops.aten._cudnn_attention_forward
+        out, lse, *_, seed, offset, _ = operator(q, k, v, None, *bounds, True, 0.0, causal, False)
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
+        ctx.bounds, ctx.causal = bounds, causal
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse, *state = ctx.saved_tensors
+        operator = torch.ops.aten._cudnn_attention_backward
+        return (*operator(dout, q, k, v, out, lse, *state, None, *ctx.bounds, 0.0, ctx.causal), None, None, None)
+
+
+def packed_cudnn(case):
+    if not case.row.packed or case.row.heads != case.row.heads_kv:
+        return None
+    return lambda: PackedCudnn.apply(case.q, case.k, case.v, case.starts, case.longest, case.row.causal)
 
 
 def first(results):
@@ -208,6 +251,7 @@ def contestants():
         found["fa2"] = torch_with(SDPBackend.FLASH_ATTENTION)
         found["cudnn"] = torch_with(SDPBackend.CUDNN_ATTENTION)
         found["fa2 packed"] = packed_fa2
+        found["cudnn packed"] = packed_cudnn
         for name, load in (("fa3", fa3), ("fa4", fa4)):
             try:
                 found[name] = load()
@@ -215,6 +259,9 @@ def contestants():
                 missing[name] = f"{type(error).__name__}: {error}"
     else:
         found["sdpa"] = torch_with(SDPBackend.MATH)
+    if "peers" in NAMED:
+        wanted = NAMED["peers"].split(",")
+        found = {name: of for name, of in found.items() if name == "fa" or name.split()[0] in wanted}
     return found, missing
 
 
@@ -318,12 +365,12 @@ def compile_ours(row):
 def line(row, case, mode, own, errors):
     """A row of the table."""
     if "fa" not in own:
-        return f"{row!s:32} {mode}  fa: {errors.get('fa') or errors.get(f'fa {mode}')}"
+        return f"{row!s:50} {mode}  fa: {errors.get('fa') or errors.get(f'fa {mode}')}"
     rate, bytes_ = (count[mode] / own["fa"] * 1e-12 for count in (case.flops, case.bytes))
     peers = {name: seconds for name, seconds in own.items() if name != "fa"}
     best = min(peers, key=peers.get) if peers else None
     ratio = f"{peers[best] / own['fa']:.3f} of {best}" if best else "no peer"
-    return f"{row!s:32} {mode} {own['fa'] * 1e6:8.1f} us {rate:5.0f} TFLOP/s {bytes_:5.2f} TB/s  {ratio}"
+    return f"{row!s:50} {mode} {own['fa'] * 1e6:8.1f} us {rate:5.0f} TFLOP/s {bytes_:5.2f} TB/s  {ratio}"
 
 
 def ratio_of(own):
@@ -334,8 +381,11 @@ def ratio_of(own):
 
 def main():
     out = sys.argv[1] if len(sys.argv) > 1 else "short.json"
-    budget = float(next((x for x in sys.argv[2:] if x != "cpu"), 120))
-    all_rows = list(rows())
+    budget = float(next((x for x in sys.argv[2:] if x != "cpu" and "=" not in x), 120))
+    all_rows = drawn(NAMED["seed"]) if "seed" in NAMED else rows()
+    all_rows = [row for row in all_rows if NAMED.get("only", "") in str(row)]
+    if "seed" in NAMED:
+        print(f"rows drawn by seed {NAMED['seed']}")
     found, missing = contestants()
     if GPU:
         with ThreadPoolExecutor(8) as pool:
@@ -344,7 +394,7 @@ def main():
         # Forwards, backwards and graphs are of one stream that can be captured.
         torch.cuda.set_stream(torch.cuda.Stream())
         print(f"compiled after {time.time() - BEGIN:.0f} s", file=sys.stderr)
-    measured, lines, ratios = [], [], {}
+    measured, lines, ratios, against = [], [], {}, {}
     for at, row in enumerate(all_rows):
         if time.time() - BEGIN > budget:
             missing["rows"] = ", ".join(map(str, all_rows[at:]))
@@ -353,13 +403,16 @@ def main():
         times, errors, right = measure(case, found)
         measured.append({"row": str(row), "seconds": times, "errors": errors, "right": right})
         if not GPU:
-            lines.append(f"{row!s:32} right: {', '.join(right)}")
+            lines.append(f"{row!s:50} right: {', '.join(right)}")
         for mode, own in times.items():
             lines.append(line(row, case, mode, own, errors))
             ratio = ratio_of(own)
             if ratio is not None:
                 ratios.setdefault(f"{row.form} {mode}", []).append(ratio)
-        lines += [f"{row!s:32} without {name}: {why}" for name, why in errors.items()]
+                ratios.setdefault(f"{row.heads} of {row.dim} {mode}", []).append(ratio)
+            for peer in own.keys() - {"fa"} if "fa" in own else ():
+                against.setdefault(f"{row.form} {mode}, {peer}", []).append(own[peer] / own["fa"])
+        lines += [f"{row!s:50} without {name}: {why}" for name, why in errors.items()]
         gpu = torch.cuda.get_device_name() if GPU else "none"
         report = {"gpu": gpu, "torch": torch.__version__, "rows": measured, "missing": missing}
         with open(out, "w") as file:
@@ -367,6 +420,8 @@ def main():
     print("\n".join(lines))
     for name, own in ratios.items():
         print(f"{name}: {statistics.geometric_mean(own):.3f} of the best, lowest {min(own):.3f}, {len(own)} rows")
+    for name, own in sorted(against.items()):
+        print(f"{name}: {statistics.geometric_mean(own):.3f}, lowest {min(own):.3f}, {len(own)} rows")
     for name, why in missing.items():
         print(f"without {name}: {why}")
     return 1 if any("fa" in row["errors"] for row in measured) else 0

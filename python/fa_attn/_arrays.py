@@ -168,6 +168,7 @@ class Arrays(Latents):
         return None
 
     plain_packed_attention = plain_attention
+    plain_attention_on_cache = plain_attention
 
     def bits(self, array):
         """Codes as bytes."""

@@ -19,6 +19,7 @@ from ._programs import not_compiled
 from ._torch_dropout import BITS, with_bits
 from ._torch_memory import (
     FLOAT,
+    PLAIN,
     check_tensor,
     detached,
     goes_by_operator,
@@ -80,7 +81,7 @@ def _programs(program, q, k, extras):
     return texts.split(_SEPARATOR), arrays, scalars
 
 
-def _at_once(mods, q, k, v, arrays, options, extras, division):
+def _at_once(mods, q, k, v, arrays, options, extras, division, wants_lse):
     """The results of a call that nothing records and nothing differentiates; None of others."""
     if goes_by_operator(q, k, v) or not all(map(is_plain, arrays)):
         return None
@@ -89,12 +90,14 @@ def _at_once(mods, q, k, v, arrays, options, extras, division):
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiated):
         return None
     _check_counts(arrays, mods.scalars)
-    q, k, v = (rows_of(x.detach()) for x in (q, k, v))
+    q, k, v = (rows_of(x.detach() if x.requires_grad else x) for x in (q, k, v))
     extras = _read(extras)
     scalars = [(name, float(value)) for name, value in mods.scalars]
     named = with_bits(list(zip(mods.names, arrays)), scalars, q, k, extras)
     programs = list(mods.texts), named, scalars
-    return run_forward(q, k, v, options, extras, division=division, programs=programs)
+    return run_forward(
+        q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs
+    )
 
 
 def _parted(arguments):
@@ -239,10 +242,12 @@ for _operator in (_forward_operator, _backward_operator):
         _operator.register_vmap(one_by_one(_operator))
 
 
-def attention_with(mods: Modifications, q, k, v, options, extras, division=None):
-    """(out, lse) of a call with programs, with gradients for the arrays that they read."""
+def attention_with(mods: Modifications, q, k, v, options, extras, division=None, wants_lse=True):
+    """(out, lse) of a call with programs, with gradients for the arrays that they read. Where LSE is not
+    wanted it may be None."""
     extras = NO_EXTRAS if extras is None else extras
-    if hasattr(q, "placements"):
+    # Asking a tensor for what it lacks takes longer than its type.
+    if type(q) not in PLAIN and hasattr(q, "placements"):
         return over_ranks(attention_with, mods, q, k, v, options, extras, division)
     arrays = []
     for name, x in zip(("k", "v", *mods.names), (k, v, *mods.arrays)):
@@ -250,7 +255,7 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
             # Of numpy, as functions close over them.
             x = torch.from_numpy(x).to(q.device)
         check_tensor(name, x)
-        if hasattr(x, "placements"):
+        if type(x) not in PLAIN and hasattr(x, "placements"):
             raise InputTypeError(
                 f"{name} is a DTensor and q is none: give all of a call's tensors as DTensors, by "
                 "distribute_tensor"
@@ -261,7 +266,7 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
         arrays.append(x if name == BITS else _as_read(x))
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
-    made = _at_once(mods, q, k, v, arrays[2:], options, extras, division)
+    made = _at_once(mods, q, k, v, arrays[2:], options, extras, division, wants_lse)
     if made is not None:
         return made
     splits, packs = division or (None, None)

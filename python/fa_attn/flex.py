@@ -489,7 +489,8 @@ def flex_attention(
         if score_mod is not None:
             own = modifications(q, extents, score_mod=score_mod)
             mods = own if mods is None else mods.joined(own)
-        out, lse = attention_by_heads(q, k, v, mods, scale)
+        asks_lse = wants_lse or return_aux is not None
+        out, lse = attention_by_heads(q, k, v, mods, scale, wants_lse=asks_lse)
         most = _max_scores(q, k, v, mods, scale) if wants_most else None
     if return_aux is not None:
         kind = type(return_aux).__name__

@@ -274,6 +274,24 @@ def flash_attn_with_kvcache(
             q = turned
         elif new.cos is not None:
             q = face.bits(encoded(turned))
+        is_moved = cache_batch_idx is not None or cache_leftpad is not None
+        if not is_moved and numbers.kv_dtype is None and scheduler_metadata is None:
+            made = face.plain_attention_on_cache(
+                q,
+                k_cache,
+                v_cache,
+                (softmax_scale, causal, window_size, softcap, False),
+                (out, return_softmax_lse, return_lse, False),
+                alibi_slopes,
+                (),
+                options,
+                0.0,
+                (cu_seqlens_q, None, used, table, None, None, max_seqlen_q, None, None),
+                num_splits,
+                True,
+            )
+            if made is not None:
+                return made
     q, numbers = on_values(face, q, v_cache, options, numbers)
     if (table is not None or cache_leftpad is not None) and used is None:
         used = face.ints(capacity, batch, q)

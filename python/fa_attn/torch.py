@@ -95,6 +95,7 @@ __all__ = [
     "packed_rows",
     "places_of",
     "plain_attention",
+    "plain_attention_on_cache",
     "plain_packed_attention",
     "refuse_gradient",
     "refused",
@@ -147,7 +148,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
         )
         return out[..., :head_dim_v], lse
     if mods is not None:
-        return attention_with(mods, q, k, v, options, extras, division)
+        return attention_with(mods, q, k, v, options, extras, division, wants_lse)
     if as_operator:
         return by_operator(q, k, v, options, extras, division)
     if not (has_rows(q) and has_rows(k) and has_rows(v)):
@@ -207,6 +208,14 @@ def plain_attention(
 
 # The results of a forward that is differentiated: no `out` of the caller's, and LSE.
 _WITH_LSE = (None, True, False, False)
+
+
+def plain_attention_on_cache(*call):
+    """`plain_attention` of a call that has written a cache, which has no gradients."""
+    if not torch.is_grad_enabled():
+        return plain_attention(*call)
+    with torch.no_grad():
+        return plain_attention(*call)
 
 
 def plain_packed_attention(qkv, axis, *call):
@@ -315,7 +324,7 @@ def check(q, k, v, options, extras, out):
         _check_out(out, q, k, v, options, extras)
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
         extras = None if extras is None else detached_extras(extras)
-        q, k, v = (x.detach() for x in (q, k, v))
+        q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
         _core.check_forward(q, k, v, options, extras, stream_of(q))
 
 

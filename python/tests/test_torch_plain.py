@@ -672,3 +672,38 @@ def test_nothing_is_left_in_the_pool_of_a_compiled_graph(seqlen_k):
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         assert torch.equal(call(q, k, v), fa_attn.flash_attn_func(2 * q, k, v))
+
+
+@on
+def test_appends_end_by_the_short_way(device, dtype, monkeypatch):
+    made = taken(monkeypatch)
+    at_once = fa_attn.torch.plain_attention_on_cache
+    q, k, v = tensors(device, dtype, (3, 2, 4, 64), (3, 2, 2, 64), (3, 2, 2, 64), seed=3, grad=False)
+    pages = tensors(device, dtype, (12, 16, 2, 64), (12, 16, 2, 64), seed=4, grad=False)
+    ints = dict(dtype=torch.int32, device=device)
+    table, used = torch.randperm(12).view(3, 4).to(**ints), torch.tensor([0, 17, 61], **ints)
+    cos, sin = tensors(device, dtype, (64, 16), (64, 16), seed=5, grad=False)
+    starts = torch.tensor([0, 1, 3, 6], **ints)
+    packed = dict(cu_seqlens_q=starts, max_seqlen_q=3, cu_seqlens_k_new=starts)
+    turns = dict(rotary_cos=cos, rotary_sin=sin)
+    for options in (
+        dict(),
+        dict(causal=True, return_softmax_lse=True),
+        dict(**turns, causal=True, softcap=5.0),
+        dict(**turns, rotary_interleaved=False, window_size=(9, 0), sinks=torch.rand(4, device=device)),
+        dict(**packed, causal=True),
+    ):
+        new = [x.flatten(0, 1) for x in (q, k, v)] if "cu_seqlens_q" in options else (q, k, v)
+        results = []
+        for way in (at_once, lambda *_: None):
+            monkeypatch.setattr(fa_attn.torch, "plain_attention_on_cache", way)
+            caches, before = [x.clone() for x in pages], len(made)
+            given = [x.clone().requires_grad_() for x in new]
+            out = fa_attn.flash_attn_with_kvcache(
+                given[0], *caches, *given[1:], cache_seqlens=used, block_table=table, **options
+            )
+            if "cu_seqlens_q" not in options:
+                assert len(made) - before == (way is at_once and dtype is not torch.float32)
+            results.append([*(out if isinstance(out, tuple) else (out,)), *caches])
+        for one, other in zip(*results):
+            assert torch.equal(one, other) and one.abs().sum() > 0 and not one.requires_grad
