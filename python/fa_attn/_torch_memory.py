@@ -103,8 +103,15 @@ def rows_of(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def words_of(x):
+    """The tensor with its elements end to end, without a sign that DLPack does not tell."""
+    return x.resolve_neg().contiguous()
+
+
 def is_aligned(x):
     """Whether kernels can read and write the tensor in place."""
+    if x.is_neg():
+        return False
     *outer, last = x.stride()
     for stride in outer:
         if stride % 8:
@@ -299,7 +306,7 @@ def detached(extras):
     extras = extras._replace(**descales)
     try:
         # Lengths may be arrays of another library.
-        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in extras[:-2]]
+        ends = [words_of(x) if isinstance(x, torch.Tensor) else x for x in extras[:-2]]
     except RuntimeError:
         for name, x in zip(BESIDE, extras):
             if isinstance(x, torch.Tensor):
