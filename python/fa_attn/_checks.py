@@ -103,6 +103,12 @@ def number(name, value):
     """A float; None where the value is None."""
     if value is None or type(value) is float:
         return value
+    if type(value) is int:
+        # Of a symbol torch.compile cannot say whether it has a gradient.
+        try:
+            return float(value)
+        except OverflowError:
+            raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
     if getattr(value, "requires_grad", False):
         _no_gradient(name)
     try:
@@ -125,8 +131,9 @@ def _no_gradient(name):
 
 def flag(name, value):
     """A bool, from a bool or from 0 or 1."""
-    if value is True or value is False:
-        return value
+    if type(value) is bool:
+        # A comparison of lengths that torch.compile knows as symbols becomes a guard.
+        return bool(value)
     is_number = is_whole(value) or isinstance(value, float) or is_scalar(value)
     if value is None or (is_number and value in (0, 1)):
         return bool(value)

@@ -94,7 +94,9 @@ class Numpy:
         if mask.shape[-1] == 1:
             return self.np.where(mask, -1, 0).astype(self.np.int32)
         mask = self.np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
-        return self.np.packbits(mask, axis=-1, bitorder="little").view(self.np.int32)
+        # In the order of the mask's axes, of which the last may not be the innermost.
+        bits = self.np.packbits(mask, axis=-1, bitorder="little")
+        return self.np.ascontiguousarray(bits).view(self.np.int32)
 
     def contiguous(self, array):
         return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array

@@ -139,7 +139,10 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
         array = face_of(array).floats32(array)
     element = _FLOATS.get(type_name(array))
     if element is None:
-        raise InputTypeError(f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16")
+        also = "bool, " if name == "mask" else ""
+        raise InputTypeError(
+            f"{name} holds {type_name(array)}: it must be {also}float32, float16 or bfloat16"
+        )
     gradient = " grad" if getattr(array, "requires_grad", False) else ""
     own = f"fa_{name}"
     text = f"array {own}: {element}[_, _, _, _]{gradient};\nscore = s + {own}[{at}];"

@@ -7,7 +7,16 @@ import torch
 from . import _core
 from ._checks import LARGEST, capacity_of, check_pages, check_within_cache
 from ._codes import is_per_row
-from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, row_step, rows_of, stream_of
+from ._torch_memory import (
+    FLOAT,
+    check_tensor,
+    goes_by_operator,
+    pad,
+    row_step,
+    rows_of,
+    stream_of,
+    words_of,
+)
 from ._torch_shardings import check_caches, distributed
 
 
@@ -93,12 +102,16 @@ def run_append(
         for x in (used_k, page_table, cu_new, cu_q)
     )
     descales = [None if x is None else x.detach() for x in (k_descale, v_descale)]
-    own = [None if x is None else x.contiguous() for x in descales]
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.is_neg():
+            raise _core.InputError(f"{name} is a view of negated elements: give {name}.resolve_neg()")
+    k, v = k.resolve_neg(), v.resolve_neg()
+    own = [None if x is None else words_of(x) for x in descales]
     after = torch.empty_like(used_k)
     rotated = q.new_empty((0,))
     queries = (None, None)
     if cos is not None:
-        cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), rows_of(k), rows_of(v), rows_of(q)
+        cos, sin, k, v, q = words_of(cos), words_of(sin), rows_of(k), rows_of(v), rows_of(q)
         # On the CPU queries are rotated in place.
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
         queries = (q, rotated)
@@ -167,8 +180,8 @@ def merge(outs, lses, sinks, dtype):
     out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
     lse = torch.empty(lses[0].shape, dtype=FLOAT, device=outs[0].device)
     parts = [rows_of(x.detach()) for x in outs]
-    lses = [x.detach().contiguous() for x in lses]
-    sinks = None if sinks is None else sinks.detach().to(FLOAT).contiguous()
+    lses = [words_of(x.detach()) for x in lses]
+    sinks = None if sinks is None else words_of(sinks.detach().to(FLOAT))
     _core.merge(parts, lses, out, lse, sinks, stream_of(out))
     return out, lse
 
@@ -207,8 +220,8 @@ def without_padding(k_cache, v_cache, leftpad, used, table):
     caches, int32 = dict(k_cache=k_cache, v_cache=v_cache), torch.int32
     leftpad, used, table = distributed(caches, (leftpad, used, table))
 
-    def numbers(end, step=1, dtype=None):
-        return distributed(caches, (torch.arange(0, end, step, dtype=dtype, device=used.device),))[0]
+    def numbers(end, dtype=None):
+        return distributed(caches, (torch.arange(end, dtype=dtype, device=used.device),))[0]
 
     # On a GPU what lies beyond the cache is cut off, so that no key of another sequence is read.
     leftpad = leftpad.clamp(0, capacity)
@@ -216,7 +229,7 @@ def without_padding(k_cache, v_cache, leftpad, used, table):
     # Copied where the cache is not contiguous.
     flat = [x.reshape(rows * page, *x.shape[2:]) for x in (k_cache, v_cache)]
     if table is None:
-        begins = numbers(rows * page, max(page, 1), int32) + leftpad
+        begins = numbers(rows, int32) * page + leftpad
         return (*flat, torch.nn.functional.pad(begins, (0, 1), value=rows * page).to(int32), used, None)
     # Pages of one row, so that a sequence may begin anywhere.
     places = (table[:, :, None].long() * page + numbers(page)).flatten(1)

@@ -106,8 +106,15 @@ def rows_of(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def words_of(x):
+    """The tensor with its elements end to end, without a sign that DLPack does not tell."""
+    return x.resolve_neg().contiguous()
+
+
 def is_aligned(x):
     """Whether kernels can read and write the tensor in place: each row on 16 bytes."""
+    if x.is_neg():
+        return False
     whole = 16 // x.element_size()
     *outer, last = zip(x.shape, x.stride())
     for size, stride in outer:
@@ -310,7 +317,7 @@ def detached(extras):
     extras = extras._replace(**descales)
     try:
         # Lengths may be arrays of another library.
-        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in extras[:-2]]
+        ends = [words_of(x) if isinstance(x, torch.Tensor) else x for x in extras[:-2]]
     except RuntimeError:
         for name, x in zip(BESIDE, extras):
             if isinstance(x, torch.Tensor):

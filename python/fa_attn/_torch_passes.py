@@ -9,7 +9,16 @@ import torch
 from . import _core
 from ._options import NO_EXTRAS, Extras, call_options, is_varied
 from ._torch_direct import DirectGradients
-from ._torch_memory import FLOAT, aligned, allocate, is_recorded, new_gradients, new_results, stream_of
+from ._torch_memory import (
+    FLOAT,
+    aligned,
+    allocate,
+    is_recorded,
+    new_gradients,
+    new_results,
+    stream_of,
+    words_of,
+)
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
 
@@ -62,7 +71,7 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     """Writes the gradients to `grads`, and those of the programs' arrays to `gradients`; returns that of the
     sinks, or None."""
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = None if dlse is None else words_of(dlse)
     if dlse is not None and dlse.shape != lse.shape:
         raise _core.InputError(
             f"dlse has the shape {tuple(dlse.shape)}: it must be that of softmax_lse, {tuple(lse.shape)}"

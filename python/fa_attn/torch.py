@@ -45,6 +45,7 @@ from ._torch_memory import (
     out_type,
     rows_of,
     stream_of,
+    words_of,
 )
 from ._torch_memory import (
     detached as detached_extras,
@@ -274,7 +275,7 @@ def _new_lse(q):
 
 
 def _floats(x):
-    return x.detach().to(FLOAT).contiguous()
+    return words_of(x.detach().to(FLOAT))
 
 
 def _unused_out(q, columns):
@@ -439,7 +440,7 @@ def backward(dout, q, k, v, out, lse, options, extras, dlse=None):
     if goes_by_operator(q, k, v, dout):
         return backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras)
     extras = None if extras is None else detached_extras(extras)
-    dout, q, k, v, out, lse = (x.detach() for x in named.values())
+    dout, q, k, v, out, lse = (x.detach().resolve_neg() for x in named.values())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     grads = new_gradients(q, k, v, extras)

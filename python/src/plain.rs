@@ -320,21 +320,19 @@ impl Plain {
         }
         // Slopes and descales have no gradient, which the long way says.
         let requires_grad = |x: &Bound<'_, PyAny>| x.getattr(intern!(py, "requires_grad"))?.is_truthy();
+        // DLPack does not tell.
+        let is_negated = |x: &Bound<'_, PyAny>| x.call_method0(intern!(py, "is_neg"))?.is_truthy();
         for x in asked.slopes.iter().chain(descales) {
-            if requires_grad(x)? {
+            if requires_grad(x)? || is_negated(x)? {
                 return Ok(None);
             }
         }
         let mut requires = false;
-        for x in inputs.into_iter().chain(&asked.out) {
+        for x in inputs.into_iter().chain(&asked.out).chain(&asked.sinks) {
             requires |= requires_grad(x)?;
-            // DLPack does not tell.
-            if x.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+            if is_negated(x)? {
                 return Ok(None);
             }
-        }
-        if let Some(sinks) = &asked.sinks {
-            requires |= requires_grad(sinks)?;
         }
         Ok(Some(requires && self.is_grad_enabled.bind(py).call0()?.is_truthy()?))
     }

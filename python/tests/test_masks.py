@@ -361,6 +361,22 @@ def test_numpy_and_torch_agree():
         np.testing.assert_allclose(got, fa_attn.flash_attn_func(q, k, v, **options).numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [32, 40])
+def test_masks_of_any_order_of_axes(keys):
+    q, k = torch.randn(2, 9, 4, 16), torch.randn(2, keys, 4, 16)
+    mask = torch.rand(2, 4, 9, keys) < 0.7
+    want = fa_attn.flash_attn_func(q, k, k, mask=mask)
+    for order in ((0, 1, 3, 2), (3, 0, 1, 2), (2, 3, 1, 0)):
+        back = [order.index(axis) for axis in range(4)]
+        other = mask.permute(order).contiguous().permute(back)
+        assert torch.equal(fa_attn.flash_attn_func(q, k, k, mask=other), want)
+        arrays = [x.numpy() for x in (q, k, k)]
+        got = fa_attn.flash_attn_func(*arrays, mask=other.numpy())
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-6)
+    with pytest.raises(fa_attn.InputTypeError, match="mask holds uint8: it must be bool, float32"):
+        fa_attn.flash_attn_func(q, k, k, mask=mask.to(torch.uint8))
+
+
 WRONG = [
     (dict(bias=BIAS[..., :-1]), fa_attn.InputError, "along keys where the call has"),
     (dict(bias=BIAS[None]), fa_attn.InputError, "must be broadcast"),

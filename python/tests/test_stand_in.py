@@ -241,7 +241,8 @@ def test_a_layer_with_projections(flash, heads_kv):
     assert {name.split(".")[0] for name in layer.state_dict()} == {"Wqkv", "out_proj"}
     x = torch.randn(2, 9, 64, requires_grad=True)
     q, k, v = layer.Wqkv(x).unflatten(-1, (4 + 2 * heads_kv, 16)).split([4, heads_kv, heads_kv], dim=2)
-    tables = layer.rotary_emb._of(9, x.device, x.dtype)[:2]
+    layer.rotary_emb._update_cos_sin_cache(9, x.device, x.dtype)
+    tables = layer.rotary_emb._cos_cached, layer.rotary_emb._sin_cached
     q, k = (apply_rotary_emb(t, *tables) for t in (q, k))
     want = layer.out_proj(definition(q, k, v, causal=True).flatten(-2).float())
     out = layer(x)
@@ -408,6 +409,68 @@ def test_rotary_embedding_as_a_module(interleaved, scale_base):
     fine = RotaryEmbedding(64).bfloat16()(torch.ones(1, 900, 3, 1, 64, dtype=torch.bfloat16))
     exact = RotaryEmbedding(64)(torch.ones(1, 900, 3, 1, 64))
     torch.testing.assert_close(fine.float(), exact, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_tables_of_rotary_embedding_are_made_and_read_by_programs(scale_base):
+    """As layers do that decode: tables for all positions first, then a cache's function with these tables."""
+    from flash_attn.layers.rotary import RotaryEmbedding
+
+    rotary = RotaryEmbedding(8, scale_base=scale_base)
+    assert rotary._cos_cached is None and rotary._seq_len_cached == 0
+    rotary._update_cos_sin_cache(12, device="cpu", dtype=torch.bfloat16)
+    tables = rotary._cos_cached, rotary._sin_cached
+    assert tables[0].shape == (12, 4) and tables[0].dtype == torch.bfloat16
+    assert (rotary._cos_k_cached is None) == (scale_base is None)
+    rotary._update_cos_sin_cache(5, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert rotary._cos_cached is tables[0], "as many are there"
+    rotary._update_cos_sin_cache(12)
+    cos, sin = rotary._cos_cached, rotary._sin_cached
+    assert cos.dtype == torch.float32 and rotary._seq_len_cached == 12
+    if scale_base is not None:
+        torch.testing.assert_close(cos * rotary._cos_k_cached + sin * rotary._sin_k_cached, torch.ones(12, 4))
+        return
+    q, k, v = (torch.randn(2, 1, heads, 16) for heads in (4, 2, 2))
+    caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
+    both = dict(cache_seqlens=7, causal=True)
+    want = fa_attn.flash_attn_with_kvcache(
+        q, *(x.clone() for x in caches), k, v, cos, sin, rotary_interleaved=False, **both
+    )
+    turned = rotary(torch.cat([q, k, v], 2), seqlen_offset=7, num_heads_q=4).split([4, 2, 2], 2)
+    have = fa_attn.flash_attn_with_kvcache(turned[0], *caches, *turned[1:], **both)
+    torch.testing.assert_close(have, want)
+
+
+def test_views_of_one_projection_are_rotated_in_place():
+    """q and kv of one tensor's split, as layers hand them over, whose gradients both join."""
+    from flash_attn.layers.rotary import RotaryEmbedding
+
+    weight, x = (torch.randn(*shape, requires_grad=True) for shape in ((128, 64), (2, 5, 64)))
+
+    def gradients(apart):
+        q, kv = torch.nn.functional.linear(x, weight).split([64, 64], -1)
+        q, kv = q.unflatten(-1, (4, 16)), kv.unflatten(-1, (2, 2, 16))
+        q, kv = RotaryEmbedding(16)(*((q.clone(), kv.clone()) if apart else (q, kv)), seqlen_offset=3)
+        return torch.autograd.grad(
+            fa_attn.flash_attn_kvpacked_func(q, kv, causal=True).square().sum(), (x, weight)
+        )
+
+    for have, want in zip(gradients(apart=False), gradients(apart=True)):
+        torch.testing.assert_close(have, want)
+
+
+def test_padding_has_the_functions_of_einops_that_programs_import_from_it(monkeypatch):
+    import types
+
+    from flash_attn import bert_padding
+
+    einops = types.SimpleNamespace(rearrange=object(), repeat=object())
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    from flash_attn.bert_padding import rearrange, repeat
+
+    assert rearrange is einops.rearrange and repeat is einops.repeat
+    with pytest.raises(AttributeError, match="no attribute 'reduce'"):
+        bert_padding.reduce  # noqa: B018
 
 
 def test_third_and_fourth_generation_by_position():

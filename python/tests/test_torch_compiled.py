@@ -140,6 +140,14 @@ CASES = {
     ),
     "metadata": (planned, lambda n: (rows(n, 4, 64), CACHE, starts(n), ints(n, 9), n, n - 10)),
     "all of metadata": (described, lambda n: (n, n + 1, n + 2, 2 * n, torch.ones(n, dtype=torch.int32))),
+    "flags of lengths": (
+        lambda q: fa_attn.flash_attn_func(q, q, q, causal=q.shape[1] > 1, return_lse=q.shape[1] > 2),
+        lambda n: (rows(1, n, 2, 64),),
+    ),
+    "whole numbers as factors": (
+        lambda q, cap, scale: fa_attn.flash_attn_func(q, q, q, softcap=cap, softmax_scale=scale),
+        lambda n: (rows(1, n, 2, 64), 30, 1),
+    ),
     "varlen backward": (varlen_backward, lambda n: (rows(n, 2, 64), starts(n), n)),
     "backward": (backward, lambda n: (Q, n - 18)),
 }

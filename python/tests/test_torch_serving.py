@@ -594,3 +594,51 @@ def test_refusals_of_caches_name_their_arguments():
     )
     with pytest.raises(fa_attn.UnsupportedError, match="pages.*pack or pad"):
         out.sum().backward()
+
+
+def negated(x):
+    """The same values with a sign that is a flag of the tensor, which DLPack does not tell: the form in which
+    the imaginary part of a conjugate comes."""
+    return torch._neg_view(-x)
+
+
+@on
+def test_negated_views_are_read_by_their_values(device, dtype):
+    q, k, v, new = tensors(device, dtype, *((2, 9, 4, 64),) * 3, (2, 1, 4, 64), grad=False)
+    slopes, sinks, dlse = (torch.rand(*shape, device=device) for shape in ((4,), (4,), (2, 4, 9)))
+    used = torch.tensor([4, 2], dtype=torch.int32, device=device)
+
+    def differentiated(q, k, v, sinks, dout, dlse):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+        results = fa_attn.flash_attn_func(*inputs[:3], sinks=inputs[3], return_lse=True)
+        return torch.autograd.grad(results, inputs, [dout, dlse])
+
+    def appended(q, k, v, *new):
+        return fa_attn.flash_attn_with_kvcache(q, k.clone(), v.clone(), *new, cache_seqlens=used)
+
+    def functions():
+        yield lambda *x: fa_attn.flash_attn_func(*x[:3], alibi_slopes=x[3], sinks=x[4]), (q, k, v, slopes, sinks)
+        yield differentiated, (q, k, v, sinks, q * 2, dlse)
+        yield appended, (q, k, v, new, new * 2)
+        yield lambda x, *lses: fa_attn.merge([x, q], lses)[0], (k, dlse, dlse * 2)
+        made = fa_attn.flash_attn_func(q, k, v, return_lse=True)
+        yield fa_attn.flash_attn_backward, (k, q, k, v, *made)
+
+    for function, arguments in functions():
+        want = function(*arguments)
+        for at in range(len(arguments)):
+            have = function(*(negated(x) if i == at else x for i, x in enumerate(arguments)))
+            for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (have, want))):
+                assert torch.equal(one, other), (function, at)
+    out = negated(torch.zeros_like(q))
+    assert torch.equal(fa_attn.flash_attn_func(q, k, v, out=out), fa_attn.flash_attn_func(q, k, v))
+    for caches in ((negated(k), v), (k, negated(v))):
+        with pytest.raises(fa_attn.InputError, match="_cache is a view of negated elements"):
+            fa_attn.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=used)
+
+
+def test_padding_of_a_cache_without_rows():
+    q, k = torch.randn(3, 1, 4, 32), torch.randn(3, 0, 2, 32)
+    for left, more in ((torch.zeros(3, dtype=torch.int32), dict(cache_seqlens=0)), (None, {})):
+        out, lse = fa_attn.flash_attn_with_kvcache(q, k, k, cache_leftpad=left, return_lse=True, **more)
+        assert not out.any() and lse.isneginf().all()

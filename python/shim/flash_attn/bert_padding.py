@@ -1,6 +1,15 @@
 """Stands in for flash_attn.bert_padding."""
 
+import importlib
+
 import torch
+
+
+def __getattr__(name):
+    """einops' functions, which programs import from here, where it is installed."""
+    if name in ("rearrange", "repeat"):
+        return getattr(importlib.import_module("einops"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def index_first_axis(values, indices):

@@ -6,13 +6,13 @@ from ..ops.triton.rotary import apply_rotary, rotated
 
 
 class _InPlace(torch.autograd.Function):
-    """What `turn(x, conjugate)` does to x in place, also to a leaf; it is linear, and its conjugate is the
-    transpose."""
+    """What `turn(x, conjugate)` does to x in place, also to a leaf and to one of several views of a projection's
+    result, unseen by autograd as their kernel's; it is linear, and its conjugate is the transpose."""
 
     @staticmethod
     def forward(ctx, x, turn):
         ctx.turn = turn
-        turn(x, False)
+        turn(x.data, False)
         return x
 
     @staticmethod
@@ -90,35 +90,43 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base, self.pos_idx_in_fp32 = scale_base, pos_idx_in_fp32
-        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         scale = None
         if scale_base is not None:
             scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
-        self._tables, self._made_for = None, None
+        # Programs make tables for all positions, then read them by these names; those of keys are XPos's.
+        self._seq_len_cached = 0
+        self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
-    def _frequencies(self, device):
+    def _compute_inv_freq(self, device=None):
         return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
-    def _of(self, length, device, dtype):
-        """(cos, sin) of queries, then of keys, for so many positions."""
-        old = self._tables
-        fits = old is not None and len(old[0]) >= length and self._made_for == (device, dtype)
-        if fits and not (self.training and old[0].is_inference()):
-            return old
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        """Makes the tables of so many positions, unless there are as many of this device and type. `device`:
+        None for that of `inv_freq`. `dtype`: None for float32."""
+        device = self.inv_freq.device if device is None else torch.device(device)
+        dtype, old = torch.float32 if dtype is None else dtype, self._cos_cached
+        fits = (
+            seqlen <= self._seq_len_cached and old is not None and (old.device, old.dtype) == (device, dtype)
+        )
+        if fits and not (self.training and old.is_inference()):
+            return
         frequencies = self.inv_freq.to(device)
         if self.pos_idx_in_fp32 and frequencies.dtype != torch.float32:
             # Those of a model in 16 bits are rounded.
-            frequencies = self._frequencies(device)
-        places = torch.arange(length, device=device, dtype=frequencies.dtype)
+            frequencies = self._compute_inv_freq(device)
+        places = torch.arange(seqlen, device=device, dtype=frequencies.dtype)
         angles = torch.outer(places, frequencies)
-        tables = [torch.cos(angles), torch.sin(angles)] * 2
-        if self.scale is not None:
-            power = (places - length // 2) / self.scale_base
-            scale = self.scale.to(device, power.dtype) ** power[:, None]
-            tables = [tables[0] * scale, tables[1] * scale, tables[0] / scale, tables[1] / scale]
-        self._tables, self._made_for = [table.to(dtype) for table in tables], (device, dtype)
-        return self._tables
+        cos, sin = torch.cos(angles), torch.sin(angles)
+        self._seq_len_cached = seqlen
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (places - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device, power.dtype) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
         """Rotates qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads, dim) with `num_heads_q`; or q
@@ -128,9 +136,11 @@ class RotaryEmbedding(torch.nn.Module):
         if length is None:
             furthest = int(seqlen_offset.max()) if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset
             length = qkv.shape[1] + furthest
-        cos, sin, cos_k, sin_k = self._of(length, qkv.device, qkv.dtype)
+        self._update_cos_sin_cache(length, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        keys = (cos, sin) if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
         turned = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **turned)
+            return apply_rotary_emb_qkv_(qkv, cos, sin, *keys, num_heads_q=num_heads_q, **turned)
         q = apply_rotary_emb(qkv, cos, sin, inplace=True, **turned)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, **turned)
+        return q, apply_rotary_emb_kv_(kv, *keys, **turned)
