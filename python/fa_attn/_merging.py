@@ -25,8 +25,9 @@ def merge(
 
     `outs` and `lses`: for each part what the functions return with `return_softmax_lse`, (batch, seqlen_q,
     heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
-    parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. Returns
-    (out, lse). With torch tensors, outs and lses have gradients.
+    parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. A row of a part
+    that sees no key has an LSE of -inf, or of +inf as FlashAttention-2, FlashMLA and `fa_attn.flash_mla` return
+    it, and is not read. Returns (out, lse). With torch tensors, outs and lses have gradients.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
     if not outs or len(outs) != len(lses):

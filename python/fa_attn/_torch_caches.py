@@ -188,7 +188,7 @@ def merge(outs, lses, sinks, dtype):
 
 def _merged(outs, lses, sinks, dtype):
     """`merge` in torch's own operations, which have gradients."""
-    lses = [lse.to(FLOAT) for lse in lses]
+    lses = [lse.to(FLOAT).masked_fill(lse == float("inf"), float("-inf")) for lse in lses]
     if sinks is not None:
         lses.append(sinks.to(FLOAT).view(-1, 1).expand_as(lses[0]))
     lses = torch.stack(lses)

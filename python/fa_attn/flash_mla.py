@@ -5,7 +5,7 @@ have 576 columns, 512 of the latent and 64 that rotary embedding turned; queries
 for each of up to 128 heads. Names, arguments, layouts and results are FlashMLA's, and so are two conventions
 that other functions here do not have: the default scale is that of the rows, 1 / sqrt(576), although models
 have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE is +inf for a row that sees no
-key (`fa_attn.merge` takes parts with -inf there). Any page size, number of heads and of columns; arrays of
+key (`fa_attn.merge` takes parts with either). Any page size, number of heads and of columns; arrays of
 numpy, torch and other libraries, of float16 and bfloat16, on the CPU also float32. There are no gradients.
 
 On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,

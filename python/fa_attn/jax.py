@@ -432,6 +432,7 @@ def traced_backward(
 def traced_merge(outs: Any, lses: Any, sinks: Any, dtype: Any) -> Tuple[Any, Any]:
     """`fa_attn.merge` in jax's own operations."""
     parts = jnp.stack([lse.astype(jnp.float32) for lse in lses])
+    parts = jnp.where(jnp.isposinf(parts), -jnp.inf, parts)
     logits = parts
     if sinks is not None:
         column = jnp.asarray(sinks, jnp.float32).reshape((1,) * (parts.ndim - 2) + (-1, 1))

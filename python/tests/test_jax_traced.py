@@ -173,6 +173,11 @@ def test_merging_under_jit():
     whole = jax.jit(lambda q: flash_attn_func(q, k, v, sinks=SINKS))
     near(jax.jit(halves)(q), whole(q), 1e-6)
     near(*(jax.grad(lambda q, f=f: (f(q) ** 2).sum())(q) for f in (halves, whole)))
+    # A part that sees no key, with the LSE that FlashAttention-2 writes.
+    part = flash_attn_func(q, k, v, return_lse=True)
+    nothing = (jnp.full_like(part[0], jnp.nan), jnp.full_like(part[1], jnp.inf))
+    for found, want in zip(jax.jit(lambda part: fa_attn.merge(*zip(part, nothing)))(part), part):
+        near(found, want, 1e-6)
 
 
 @pytest.mark.parametrize(

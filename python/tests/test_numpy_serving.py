@@ -157,9 +157,13 @@ def test_parts_of_the_keys_are_merged():
     assert np.abs(out - want).max() < 1e-6 and np.abs(lse - want_lse).max() < 2e-6
     half, _ = fa_attn.merge(*zip(*parts), sinks, dtype=np.float16)
     assert half.dtype == np.float16 and np.abs(half - want).max() < 2e-3
-    nothing = (np.zeros_like(want), np.full_like(want_lse, -np.inf))
-    out, lse = fa_attn.merge(*zip(nothing, nothing))
-    assert (out == 0).all() and (lse == -np.inf).all()
+    # FlashAttention-2 and FlashMLA write +inf for a row that sees no key.
+    for unread in (-np.inf, np.inf):
+        nothing = (np.full_like(want, np.nan), np.full_like(want_lse, unread))
+        out, lse = fa_attn.merge(*zip(nothing, nothing))
+        assert (out == 0).all() and (lse == -np.inf).all()
+        out, lse = fa_attn.merge(*zip(nothing, (want, want_lse), nothing))
+        assert (out == want).all() and (lse == want_lse).all()
     with pytest.raises(fa_attn.InputError, match="one type"):
         fa_attn.merge([want, want.astype(np.float16)], [want_lse, want_lse])
     with pytest.raises(fa_attn.InputError, match="float32"):

@@ -8,8 +8,7 @@ import types
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+from transformers_cases import NAME, SMALL, torch, transformers
 
 from transformers import masking_utils as made  # noqa: E402
 
@@ -18,20 +17,6 @@ import fa_attn._torch_padding as padding  # noqa: E402
 import fa_attn.transformers  # noqa: E402
 from fa_attn._transformers_masks import FAR, Mask, band_of  # noqa: E402
 
-NAME = fa_attn.transformers.register()
-SMALL = dict(
-    vocab_size=99,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 ENCODER = {name: SMALL[name] for name in SMALL if name not in ("num_key_value_heads", "head_dim")}
 ENCODER |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 

@@ -6,26 +6,13 @@ pip install torch transformers pytest && python -m pytest tests/test_transformer
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+from transformers_cases import NAME, SMALL, torch, transformers
 
-import fa_attn.transformers  # noqa: E402
-
-NAME = fa_attn.transformers.register()
 DEVICES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
 on = pytest.mark.parametrize("device,dtype", DEVICES, ids=[device for device, _ in DEVICES])
 
 TOKENS = dict(vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=None)
-DECODER = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    **TOKENS,
-)
+DECODER = {**SMALL, **TOKENS}
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 DECODERS = {
     "llama": {},

@@ -13,11 +13,29 @@ use crate::workspace;
 /// Variables that tests read begin so.
 const VARIABLES: [&str; 4] = ["FA_", "PROPTEST_", "RUST_", "CXX"];
 
-/// Files that are no Rust sources and which packages' tests read them, in which a test looks for their names;
-/// pages beside Cargo.toml are read as docs/ is. All other files count for all.
-const READERS: [(&str, &[&str]); 2] = [
+/// Whose tests read which files that are no Rust sources, besides those of the package that they lie in and
+/// its users; a test looks for their names. Pages beside Cargo.toml are read as docs/ is. Manifests count for
+/// all, and so do files of no package that are not among these, as examples/.
+const READERS: [(&str, &[&str]); 5] = [
     ("docs/", &["crates/fa-cli", "crates/fa-emu", "crates/fa-lab"]),
     ("python/", &["crates/fa-cli", "python"]),
+    ("crates/fa-emu/", &["crates/fa-kernels", "crates/fa-lab"]),
+    ("bench/", &[]),
+    ("scripts/", &[]),
+];
+
+/// The files of xtask that run tests, which count for all packages.
+const RUN_TESTS: [&str; 10] = [
+    "xtask/src/main.rs",
+    "xtask/src/ci.rs",
+    "xtask/src/passed.rs",
+    "xtask/src/runner.rs",
+    "xtask/src/workspace.rs",
+    "xtask/src/toolkit.rs",
+    "xtask/src/device.rs",
+    "xtask/src/candle.rs",
+    "xtask/src/packages.rs",
+    "xtask/src/python.rs",
 ];
 
 /// A check that is no test of the workspace's packages.
@@ -152,22 +170,25 @@ fn reached(folder: &Path, direct: &Uses) -> BTreeSet<PathBuf> {
 
 /// What has to be tested again when a file changes.
 enum Of<'a> {
-    /// The package in this folder, whose Rust source it is, and those that use it.
-    Users(&'a Path),
-    /// The packages in these folders, which read it.
-    Readers(&'static [&'static str]),
-    /// All packages: tests read examples, kernels and manifests anywhere.
+    /// The package in this folder, if any, in which it lies, those that use it, and those that read it.
+    Users(Option<&'a Path>, &'static [&'static str]),
+    /// All packages.
     All,
 }
 
 impl<'a> Of<'a> {
     fn file(root: &Path, name: &str, uses: &'a Uses) -> Of<'a> {
-        let is_in = |folder: &&PathBuf| root.join(name).starts_with(folder) && !folder.ends_with("xtask");
+        if RUN_TESTS.contains(&name) || name.ends_with("Cargo.toml") {
+            return Of::All;
+        }
+        let own =
+            uses.keys().filter(|folder| root.join(name).starts_with(folder)).max().map(PathBuf::as_path);
         let is_page = !name.contains('/') && name.ends_with(".md");
         let read = READERS.iter().find(|(begin, _)| name.starts_with(begin) || is_page && *begin == "docs/");
-        match (uses.keys().find(is_in).filter(|_| name.ends_with(".rs")), read) {
-            (Some(folder), _) => Of::Users(folder),
-            (None, Some((_, readers))) => Of::Readers(readers),
+        match (own, read) {
+            (own, _) if name.ends_with(".rs") => own.map_or(Of::All, |own| Of::Users(Some(own), &[])),
+            (own, Some((_, readers))) => Of::Users(own, readers),
+            (Some(own), None) => Of::Users(Some(own), &[]),
             (None, None) => Of::All,
         }
     }
@@ -175,16 +196,17 @@ impl<'a> Of<'a> {
     /// Whether it counts for the package in `folder`, which uses those in `used`.
     fn counts(&self, root: &Path, folder: &Path, used: &BTreeSet<PathBuf>) -> bool {
         match self {
-            Of::Users(of) => used.contains(*of),
-            Of::Readers(readers) => readers.iter().any(|reader| root.join(reader) == folder),
+            Of::Users(own, readers) => {
+                own.is_some_and(|own| used.contains(own))
+                    || readers.iter().any(|reader| root.join(reader) == folder)
+            }
             Of::All => true,
         }
     }
 }
 
 /// For each package a hash of the Rust sources of the crates that it uses, and of the other files that its
-/// tests may read. Of `xtask`, whose tests read everything, of all files; and xtask's own count for all,
-/// since it runs them.
+/// tests may read; of `xtask`, whose tests read everything, of all files.
 fn inputs(root: &Path, files: &[String], uses: &Uses, variables: &str) -> BTreeMap<PathBuf, u64> {
     let hashed: Vec<(Of<'_>, u64)> = files
         .iter()
@@ -217,8 +239,12 @@ mod tests {
             "core/a.rs",
             "core/tests/a.rs",
             "core/x.cuh",
+            "core/Cargo.toml",
             "lab/b.rs",
+            "lab/x.cpp",
+            "bench/x.py",
             "xtask/c.rs",
+            "xtask/src/ci.rs",
             "docs/d.ron",
             "README.md",
             "python/e.py",
@@ -259,8 +285,12 @@ mod tests {
             ("docs/d.ron", &["fa-cli", "xtask"]),
             ("README.md", &["fa-cli", "xtask"]),
             ("core/x.cuh", &all),
+            ("core/Cargo.toml", &all),
+            ("lab/x.cpp", &["fa-cli", "lab", "xtask"]),
+            ("bench/x.py", &["xtask"]),
             ("specs/f.ron", &all),
-            ("xtask/c.rs", &all),
+            ("xtask/c.rs", &["xtask"]),
+            ("xtask/src/ci.rs", &all),
         ];
         for (file, wanted) in cases {
             let mut found = changed(write(file), "one");
@@ -271,23 +301,51 @@ mod tests {
         assert_eq!(changed(|_| (), "two").len(), 5);
     }
 
-    /// [`READERS`] names all whose code, but for comments, names such a file.
+    /// [`READERS`] names all whose code, but for comments, names files of no package or of one that they do
+    /// not use.
     #[test]
     fn readers_are_all_who_name_such_files() {
-        let sources = workspace::sources(workspace::root(), "rs");
-        for (folder, readers) in READERS {
-            let mut found = BTreeSet::new();
+        let (root, uses) = (workspace::root(), packages().unwrap().0);
+        let sources = workspace::sources(root, "rs");
+        let packages = uses.keys().map(|own| own.strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+        let folders: BTreeSet<String> =
+            packages.chain(READERS.map(|(folder, _)| folder.trim_end_matches('/').to_owned())).collect();
+        for folder in folders.iter().filter(|folder| *folder != "xtask") {
+            let readers = READERS.iter().find(|(own, _)| own.trim_end_matches('/') == folder);
+            let readers = readers.map_or(&[][..], |(_, readers)| readers);
+            let beside = folder.trim_start_matches("crates/");
+            let mut named = vec![format!("\"{folder}/"), format!("../{beside}/")];
+            named.extend(folder.starts_with("crates/").then(|| format!("\"{folder}\"")));
             for (name, text) in sources.iter().filter(|(name, _)| !name.starts_with("xtask/")) {
                 let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
-                let named = [format!("\"{folder}"), format!("../{folder}")];
-                if code.clone().any(|line| named.iter().any(|path| line.contains(path))) {
-                    let depth = if name.starts_with("crates/") { 2 } else { 1 };
-                    found.insert(name.split('/').take(depth).collect::<Vec<_>>().join("/"));
-                }
+                let reader = uses.keys().filter(|own| root.join(name).starts_with(own)).max();
+                let Some(reader) = reader.filter(|own| !uses[*own].contains(&root.join(folder))) else {
+                    continue;
+                };
+                let is_known = readers.iter().any(|own| root.join(own) == *reader);
+                let reads = code.clone().any(|line| named.iter().any(|path| line.contains(path)));
+                assert!(is_known || !reads, "{name} reads {folder}: name its package in READERS");
             }
-            assert!(!found.is_empty(), "{folder} is named by nobody");
-            let others: Vec<&String> = found.iter().filter(|own| !readers.contains(&own.as_str())).collect();
-            assert!(others.is_empty(), "{others:?} read {folder}: name them in READERS");
+        }
+    }
+
+    /// [`RUN_TESTS`] names all that `cargo xtask ci` is made of.
+    #[test]
+    fn files_that_run_tests_are_all_that_they_import() {
+        let imports = |text: &str| -> Vec<String> {
+            let lines = text.lines().filter_map(|line| line.strip_prefix("use crate::")).map(str::to_owned);
+            let names = lines.flat_map(|line| {
+                let names = line.trim_matches(|c| "{};".contains(c)).split("::").next().unwrap().to_owned();
+                names.split(", ").map(str::to_owned).collect::<Vec<_>>()
+            });
+            names.collect()
+        };
+        for file in RUN_TESTS.iter().filter(|file| !file.ends_with("main.rs")) {
+            let text = std::fs::read_to_string(workspace::root().join(file)).unwrap();
+            for module in imports(&text) {
+                let path = format!("xtask/src/{module}.rs");
+                assert!(RUN_TESTS.contains(&path.as_str()), "{file} uses {path}: name it in RUN_TESTS");
+            }
         }
     }
 

@@ -241,10 +241,9 @@ impl Engine {
         extras: &Extras<'_>,
     ) -> Result<Output<T>, Error> {
         let call = self.bind(problem, Pass::Forward)?;
-        let layout = q.layout;
-        let inputs = inputs_of(problem, [q, k, v])?;
-        let mut output = Output::new(problem, layout)?;
-        call.run(ForwardTensors::of(inputs, &mut output, *extras)?)?;
+        let (queries, [k, v]) = inputs_of(problem, q, [k, v])?;
+        let mut output = Output::new(problem, q.layout)?;
+        call.run(ForwardTensors::of([queries, k, v], &mut output, *extras)?)?;
         Ok(output)
     }
 
@@ -280,12 +279,10 @@ impl Engine {
         extras: &Extras<'_>,
     ) -> Result<Output<T>, Error> {
         let call = self.bind(problem, Pass::Forward)?;
-        check_shape("q", q.shape, q_shape(problem))?;
-        check_shape("k", k.shape, k_shape(problem))?;
-        check_shape("v", v.shape, v_shape(problem))?;
+        let (queries, kv) = inputs_of(problem, q, [k, v])?;
         let mut output = Output::new(problem, q.layout)?;
-        let (q, kv, out) = (q.view("q")?, [k.view("k")?, v.view("v")?], output.out.view_mut("out")?);
-        call.run(ForwardTensors::with_codes(q, kv, out, &mut output.lse).with_extras(*extras))?;
+        let (out, lse) = (output.out.view_mut("out")?, &mut output.lse[..]);
+        call.run(ForwardTensors::with_codes(queries, kv, out, lse).with_extras(*extras))?;
         Ok(output)
     }
 
@@ -319,12 +316,10 @@ impl Engine {
         extras: &Extras<'_>,
     ) -> Result<Output<T>, Error> {
         let call = self.bind(problem, Pass::Forward)?;
-        check_shape("q", q.shape, q_shape(problem))?;
-        check_shape("k", k.shape, k_shape(problem))?;
-        check_shape("v", v.shape, v_shape(problem))?;
+        let (queries, [k, v]) = inputs_of(problem, q, [k, v])?;
         let mut output = Output::new(problem, q.layout)?;
-        let (inputs, out) = ([q.view("q")?, k.view("k")?, v.view("v")?], output.out.view_mut("out")?);
-        call.run(ForwardTensors::fp8(inputs, out, &mut output.lse).with_extras(*extras))?;
+        let (out, lse) = (output.out.view_mut("out")?, &mut output.lse[..]);
+        call.run(ForwardTensors::fp8([queries, k, v], out, lse).with_extras(*extras))?;
         Ok(output)
     }
 
@@ -342,10 +337,9 @@ impl Engine {
         dout: &Tensor<T>,
     ) -> Result<Gradients<T>, Error> {
         let call = self.bind(problem, Pass::BACKWARD)?;
-        let layout = q.layout;
-        let inputs = inputs_of(problem, [q, k, v])?;
-        let mut gradients = Gradients::new(problem, layout)?;
-        call.run(BackwardTensors::of(inputs, output, dout, &mut gradients, *extras)?)?;
+        let (queries, [k, v]) = inputs_of(problem, q, [k, v])?;
+        let mut gradients = Gradients::new(problem, q.layout)?;
+        call.run(BackwardTensors::of([queries, k, v], output, dout, &mut gradients, *extras)?)?;
         Ok(gradients)
     }
 
@@ -395,14 +389,9 @@ impl Engine {
         }
     }
 
-    /// The CPU's f32 multiply-add rate in operations per second, all threads together; `None` where no kernel
-    /// of the CPU computes. Takes about a tenth of a second.
-    pub fn fma_peak(&self) -> Option<f64> {
-        self.peak(Dtype::F32)
-    }
-
-    /// The same of the products that tensors of `dtype` take ([`fa_cpu::peak::measure`]): the peak that rates
-    /// are held against.
+    /// The CPU's rate in operations per second of the products that tensors of `dtype` take, all threads
+    /// together ([`fa_cpu::peak::measure`]): the peak that rates are held against. `None` where no kernel of
+    /// the CPU computes. Takes about a tenth of a second.
     pub fn peak(&self, dtype: Dtype) -> Option<f64> {
         if self.backend == Backend::Gpu {
             return None;
@@ -443,14 +432,16 @@ pub fn problem_of<T: Element>(
 
 /// Q, K and V of `problem`, checked before there is memory for its output: a problem that is not theirs may
 /// ask for any amount.
-fn inputs_of<'a, T: Element>(
+/// Views of Q, and of K and V, whose shapes are the problem's.
+fn inputs_of<'a, Q: Clone, K: Clone>(
     problem: &Problem,
-    [q, k, v]: [&'a Tensor<T>; 3],
-) -> Result<[TensorRef<'a, T>; 3], Error> {
+    q: &'a Tensor<Q>,
+    [k, v]: [&'a Tensor<K>; 2],
+) -> Result<(TensorRef<'a, Q>, [TensorRef<'a, K>; 2]), Error> {
     check_shape("q", q.shape, q_shape(problem))?;
     check_shape("k", k.shape, k_shape(problem))?;
     check_shape("v", v.shape, v_shape(problem))?;
-    Ok([q.view("q")?, k.view("k")?, v.view("v")?])
+    Ok((q.view("q")?, [k.view("k")?, v.view("v")?]))
 }
 
 fn passed_over(error: &Error) -> String {

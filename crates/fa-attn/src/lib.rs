@@ -95,6 +95,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! A backward takes them by [`BackwardTensors::with_program`], with a place for the gradients of the arrays
+//! that are declared with `grad`.
+//!
 //! Results over different keys of the same queries are combined by [`merge`].
 //!
 //! A cache grows in place, with rotary embedding of keys and queries ([`Append`], [`Rotary`]):

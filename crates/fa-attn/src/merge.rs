@@ -10,9 +10,9 @@ use crate::tensors::{Output, Tensor};
 /// Merges results over different keys of the same queries: a shared prefix and each request's own suffix
 /// (cascade), the tokens of a speculative tree and the cache before them, or parts of a long cache.
 ///
-/// Computed in f32, rounded once. A part whose row sees no key (`O = 0`, `LSE = -inf`) does not change the
-/// result. Parts leave sinks out; `sinks`, `[heads_q]`, joins the merged result once. The layout is the
-/// first part's.
+/// Computed in f32, rounded once. A part whose row sees no key (`O = 0`, `LSE = -inf`, or +inf as
+/// FlashAttention-2 and FlashMLA write it) does not change the result. Parts leave sinks out; `sinks`,
+/// `[heads_q]`, joins the merged result once. The layout is the first part's.
 ///
 /// # Errors
 /// [`Error::NothingToMerge`] without a part, [`Error::Shape`] and [`Error::Cpu`] for parts, LSEs and sinks

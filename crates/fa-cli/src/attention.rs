@@ -474,6 +474,18 @@ pub(crate) fn describe(p: &Problem) -> String {
         Some(Alibi::PerSequenceHead) => text += ", ALiBi by sequence",
     }
     text += if p.score.sinks { ", sinks" } else { "" };
+    if let Some(own) = p.score.program {
+        let has_weight = own.weight().is_some() && p.score.dropout.is_none();
+        let parts =
+            [("mask", own.mask().is_some()), ("score", own.score().is_some()), ("weight", has_weight)];
+        let parts: Vec<&str> =
+            parts.iter().filter(|(_, is_there)| *is_there).map(|(part, _)| *part).collect();
+        text +=
+            &if parts.is_empty() { String::new() } else { format!(", a program's {}", parts.join(" and ")) };
+    }
+    if let Some(dropout) = p.score.dropout {
+        text += &format!(", dropout {}", dropout.p());
+    }
     text
 }
 

@@ -217,12 +217,32 @@ mod tests {
         assert!(ignored.is_empty(), "{ignored:#?}");
     }
 
+    /// What `fa plan` reads beside a problem.
+    const OF_PLANS: [&str; 11] = [
+        "arch",
+        "board",
+        "family",
+        "spec",
+        "mode",
+        "deterministic",
+        "num-results",
+        "why",
+        "report",
+        "format",
+        "json",
+    ];
+
     /// A command that does something else with a flag refuses all flags that it then would not read.
     #[test]
     fn flags_that_change_what_a_command_does_leave_none_unread() {
         let mut ignored = Vec::new();
         for (line, read) in [
             ("bench --draw=x --plot=x.svg", &["plot"][..]),
+            ("plan --problem=x", &OF_PLANS),
+            (
+                "plan --guide",
+                &["headdim", "arch", "mode", "num-results", "format", "json", "tile-m", "tile-n", "explain"],
+            ),
             ("bench --append", &["backend", "seconds", "reps", "headers", "dtype", "json"]),
             ("tune --judge=x", &["json", "report"]),
             ("emulate --sample=1", &["day", "threads", "from", "kernels", "log"]),

@@ -5,7 +5,7 @@
 //! proportional to `exp(LSE)`: an online softmax whose scores are the LSEs and whose values are the outputs.
 //! Merging is associative and commutative up to rounding, and `(O = 0, LSE = -inf)`, the result of a row that
 //! sees no key, is its identity. A part whose LSE is -inf leaves the other exactly as it is, whatever its own
-//! output holds.
+//! output holds; so does one whose LSE is +inf, which FlashAttention-2 and FlashMLA write for such a row.
 //!
 //! Partial results leave sinks out: [`add_sinks`] adds them to the merged result, once.
 
@@ -18,10 +18,14 @@ use crate::view::{TensorMut, TensorRef};
 
 /// Merges one row's partial result into another: `out` and `lse` become those of both parts' keys together.
 ///
-/// Rows of different length are merged as far as both go.
+/// Rows of different length are merged as far as both go. An LSE of +inf counts as -inf, also in `lse`.
 pub fn merge_row<R: Real>(out: &mut [R], lse: &mut R, other_out: &[R], other_lse: R) {
     let values = out.iter_mut().zip(other_out);
-    if other_lse == R::NEG_INFINITY {
+    let sees_none = |lse: R| lse.to_f64().is_infinite();
+    if sees_none(*lse) {
+        *lse = R::NEG_INFINITY;
+    }
+    if sees_none(other_lse) {
         return;
     }
     if *lse == R::NEG_INFINITY {
@@ -137,6 +141,19 @@ mod tests {
         let (mut empty, mut empty_lse) = ([f64::NAN; 2], f64::NEG_INFINITY);
         merge_row(&mut empty, &mut empty_lse, &out, lse);
         assert_eq!((empty, empty_lse), (out, lse));
+    }
+
+    #[test]
+    fn lse_of_plus_infinity_is_that_of_a_row_without_keys() {
+        let (mut out, mut lse) = ([1.0f32, -3.0], 2.0);
+        merge_row(&mut out, &mut lse, &[f32::NAN; 2], f32::INFINITY);
+        assert_eq!((out, lse), ([1.0, -3.0], 2.0));
+        let (mut first, mut first_lse) = ([f32::NAN; 2], f32::INFINITY);
+        merge_row(&mut first, &mut first_lse, &out, lse);
+        assert_eq!((first, first_lse), (out, lse));
+        let (mut none, mut none_lse) = ([0.0f32; 2], f32::INFINITY);
+        merge_row(&mut none, &mut none_lse, &[1.0; 2], f32::INFINITY);
+        assert_eq!((none, none_lse), ([0.0; 2], f32::NEG_INFINITY));
     }
 
     #[test]

@@ -197,12 +197,6 @@ impl Kernels {
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
     }
 
-    /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another
-    /// version.
-    pub fn set_compiler(&self, compiler: Compiler) {
-        *lock(&self.compiler) = Some(Arc::new(compiler));
-    }
-
     /// The kernel of `spec`, from memory, the built-in bundle, the cache, or compiled now.
     ///
     /// # Errors

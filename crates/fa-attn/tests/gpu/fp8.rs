@@ -4,8 +4,7 @@ use fa_attn::device::{DeviceExtras, DeviceForward, Gpu, Placement};
 use fa_attn::{Extras, TensorRef};
 use fa_core::quantize::e4m3;
 use fa_core::{
-    DescaleForm, Descales, Dtype, Kernel, KernelSpec, LaunchPlan, Lengths, Mask, Pass, Problem, TensorLayout,
-    Types,
+    DescaleForm, Descales, Dtype, Kernel, KernelSpec, LaunchPlan, Lengths, Mask, Problem, TensorLayout, Types,
 };
 use fa_kernels::Forward;
 use half::bf16;
@@ -178,31 +177,6 @@ fn sums_of_many_keys_lose_nothing() {
             println!("{}: {keys} keys: {:.4}; one level: {other}", forward.launch_plan().spec, mean(&out));
             let far = out.iter().map(|own| (own.to_f32() - 1.0).abs()).fold(0.0, f32::max);
             assert!(far <= 1.0 / 256.0, "{keys} keys, head dim {head_dim}: {far} from 1");
-        }
-    }
-}
-
-/// Prints rates of the planner's first choice.
-#[test]
-#[ignore = "needs a GPU"]
-fn rates() {
-    let gpu = gpu();
-    for head_dim in [64, 128, 256] {
-        for (mask, name) in [(Mask::FULL, "full"), (Mask::CAUSAL, "causal")] {
-            for seqlen in [2048, 8192, 16384] {
-                let heads = 2048 / head_dim;
-                let problem = problem(16384 / seqlen, (seqlen, seqlen), (heads, heads), head_dim, mask);
-                let forward = bind_forward(&gpu, &problem, None).unwrap();
-                let inputs = Inputs::of(&problem, [1.0; 3], |x| x);
-                let mut tensors = inputs.upload(&gpu, &problem, forward.workspace_bytes());
-                let mut best = f64::INFINITY;
-                for _ in 0..12 {
-                    let time = gpu.time(|stream| tensors.run(&forward, stream)).unwrap();
-                    best = best.min(time.as_secs_f64());
-                }
-                let tflops = problem.flops(Pass::Forward) / best / 1e12;
-                println!("{head_dim} {name} {seqlen}: {tflops:.0} TFLOP/s by {}", forward.launch_plan().spec);
-            }
         }
     }
 }

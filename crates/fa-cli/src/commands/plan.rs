@@ -19,7 +19,7 @@ use fa_planner::{Mode, guide};
 use serde::{Deserialize, Serialize};
 
 use crate::attention;
-use crate::flags::{self, ProblemArgs, passes};
+use crate::flags::{self, ProblemArgs, flags_of, passes};
 use crate::page::{self, Beside, Emulated, Records};
 use crate::plan::backward;
 use crate::plan::guide::GuideArgs;
@@ -51,10 +51,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub problem: ProblemArgs,
     /// Read the problem from a RON file instead: a problem, or a plan as --format ron prints it
-    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "latent", "causal", "window", "dtype",
-        "softcap", "kv_dtype", "kv_descale", "alibi", "sinks", "packed", "page", "used_q", "used_k"
-    ])]
+    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = flags_of::<ProblemArgs>())]
     pub problem_file: Option<PathBuf>,
     /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or a board, as --board
     #[arg(long, default_value = "sm90")]

@@ -20,7 +20,7 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::commands::worker;
-use crate::flags::{self, HeadersArgs, OF_SHAPES, ShapeArgs, pass_of};
+use crate::flags::{self, HeadersArgs, ShapeArgs, flags_of, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -40,20 +40,22 @@ pub(crate) struct TuneArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// Tune for a fixed list of shapes
-    #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
+    #[arg(long, value_parser = flags::marks())]
+    #[arg(conflicts_with = "family", conflicts_with_all = flags_of::<ShapeArgs>())]
     pub marks: Option<Marks>,
     /// Tune for this many problems drawn at random, and show how far the planner's first choices are behind
     /// the best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with = "marks", conflicts_with_all = flags_of::<ShapeArgs>())]
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
-    #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
+    #[arg(long, value_name = "S", requires = "random", conflicts_with_all = flags_of::<ShapeArgs>())]
     #[arg(conflicts_with_all = ["marks", "specs"], value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs with --random); needs no GPU
-    #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
+    #[arg(long, value_name = "RECORD", num_args = 1..)]
+    #[arg(conflicts_with_all = flags_of::<ShapeArgs>(), conflicts_with_all = [
         "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs"
     ], conflicts_with_all = ["headers", "reps", "fresh", "output"])]
     pub judge: Vec<PathBuf>,

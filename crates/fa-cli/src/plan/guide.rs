@@ -1,76 +1,43 @@
 //! `fa plan --guide`: the feasible tiles for a pair of head dims, without a problem; `cargo xtask search`
 //! lists the same.
 
-use clap::Args;
+use clap::{Args, Id};
 use fa_core::Arch;
 use fa_lab::shape::HeadDim;
 use fa_planner::guide::report::{Query, Report};
 use fa_planner::{HeadDims, Mode};
 
+use crate::flags::{ProblemArgs, flags_of};
 use crate::term::failure::InputError;
 
-/// What plans a problem. Flags of the search name these too: clap asks for no flag that another rules out.
-const OF_PROBLEMS: [&str; 38] = [
-    "batch",
-    "board",
-    "seqlen",
-    "seqlen_q",
-    "seqlen_k",
-    "heads",
-    "latent",
-    "causal",
-    "window",
-    "query_offset",
-    "dtype",
-    "kv_dtype",
-    "kv_descale",
-    "out_dtype",
-    "softcap",
-    "alibi",
-    "sinks",
-    "mask_mod",
-    "score_mod",
-    "bias",
-    "bias_shape",
-    "bias_dtype",
-    "bias_grad",
-    "chunk",
-    "dropout",
-    "dropout_seed",
-    "dropout_offset",
-    "packed",
-    "page",
-    "used_q",
-    "used_k",
-    "problem_file",
-    "family",
-    "spec",
-    "deterministic",
-    "why",
-    "report",
-    "records",
-];
+/// What plans a problem, but for its head dims. Flags of the search name these too: clap asks for no flag
+/// that another rules out.
+fn of_problems() -> impl Iterator<Item = Id> {
+    let others = ["board", "problem_file", "family", "spec", "deterministic", "why", "report", "records"]
+        .map(Id::from);
+    flags_of::<ProblemArgs>().into_iter().filter(|flag| flag != "headdim").chain(others)
+}
 
 /// Flags of the search.
 #[derive(Debug, Args)]
 pub(crate) struct GuideArgs {
     /// List the feasible tiles for the head dims instead of planning a problem: on sm90 by the model of the
     /// block size tuning guide, elsewhere by the planner's own
-    #[arg(long, conflicts_with_all = OF_PROBLEMS)]
+    #[arg(long, conflicts_with_all = of_problems())]
     pub guide: bool,
     /// With --guide: backward tile_m to try instead of 64,80,96,112,128; on architectures other than sm90
     /// only tiles with one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    #[arg(requires = "guide", conflicts_with_all = OF_PROBLEMS)]
+    #[arg(requires = "guide", conflicts_with_all = of_problems())]
     pub tile_m: Option<Vec<u32>>,
     /// With --guide: tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on
     /// architectures other than sm90 only tiles with one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    #[arg(requires = "guide", conflicts_with_all = OF_PROBLEMS)]
+    #[arg(requires = "guide", conflicts_with_all = of_problems())]
     pub tile_n: Option<Vec<u32>>,
     /// With --guide: add how many candidates each limit rejected and the nearest miss of each kind; in the
     /// table also the exact account of the best
-    #[arg(long, requires = "guide", conflicts_with_all = OF_PROBLEMS)]
+    #[arg(long, requires = "guide", conflicts_with_all = of_problems())]
     pub explain: bool,
 }
 

@@ -118,6 +118,10 @@ fn tables_show_the_problem_and_the_limits() {
             vec!["queries x keys 1x65536", "32:8", "sm80_fwd"],
         ),
         ("plan --arch sm86 --headdim 192-128 --softcap 30", vec!["192-128", "soft cap 30", "99 KiB"]),
+        (
+            "plan --headdim 64 --mask-mod k%3!=1 --bias --dropout 0.1 -n 1",
+            vec!["a program's mask and score, dropout 0.1"],
+        ),
         ("plan --arch sm100", vec!["B200", "TMEM columns", "sm100_fwd"]),
         ("plan --arch sm_90a --seqlen-q 7 --seqlen-k 9 --window inf,3", vec!["7x9", "window(inf,3)"]),
         ("plan --mode bwd --headdim 192-128", vec!["18 of", "dK/dV from", "S and dP, then dQ"]),
@@ -340,7 +344,7 @@ fn the_guide_lists_tiles_without_a_problem() {
 }
 
 #[test]
-fn flags_of_the_guide_and_of_a_problem_do_not_mix() {
+fn flags_of_the_guide_of_a_file_and_of_a_problem_do_not_mix() {
     for (line, part) in [
         ("plan --guide --causal", "--causal"),
         ("plan --guide --seqlen 512", "--seqlen"),
@@ -352,6 +356,11 @@ fn flags_of_the_guide_and_of_a_problem_do_not_mix() {
         ("plan --guide --sinks", "--sinks"),
         ("plan --guide --records docs/results", "--records"),
         ("plan --guide --why tile_n=64", "--why"),
+        ("plan --problem FILE --mask-mod k<=q", "--mask-mod"),
+        ("plan --problem FILE --bias", "--bias"),
+        ("plan --problem FILE --dropout 0.5", "--dropout"),
+        ("plan --problem FILE --query-offset 3", "--query-offset"),
+        ("plan --problem FILE --headdim 64", "--headdim"),
         ("plan --explain", "--guide"),
         ("plan --tile-n 64", "--guide"),
         ("plan --guide --headdim 577", "1 to 576"),

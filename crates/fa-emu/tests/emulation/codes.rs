@@ -137,7 +137,7 @@ fn is_nan(dtype: Dtype, bits: u16) -> bool {
 }
 
 /// Rows of keys that belong to a sequence: `[entry, row]`; all for an empty list.
-fn own_rows(problem: &Problem, extras: &OwnedExtras) -> [Vec<bool>; 2] {
+pub(crate) fn own_rows(problem: &Problem, extras: &OwnedExtras) -> [Vec<bool>; 2] {
     if problem.lengths.is_uniform() {
         return [Vec::new(), Vec::new()];
     }

@@ -13,6 +13,7 @@ use fa_kernels::Headers;
 use fa_lab::random::Random;
 use half::bf16;
 
+use crate::codes::own_rows;
 use crate::emulator;
 
 /// A kernel and a problem.
@@ -200,26 +201,6 @@ fn row(
     sum += (sink - max).exp();
     out.iter_mut().for_each(|own| *own /= sum);
     Row { out, lse: max + sum.ln() }
-}
-
-/// Rows that belong to a sequence: `[entry, row]`; all for an empty list.
-fn own_rows(problem: &Problem, extras: &OwnedExtras) -> [Vec<bool>; 2] {
-    if problem.lengths.is_uniform() {
-        return [Vec::new(), Vec::new()];
-    }
-    let batch = fa_cpu::batch::Batch::new(problem, &extras.view()).expect("the extras are the problem's");
-    let [q, k] = [q_shape(problem), k_shape(problem)];
-    let mut rows = [vec![false; q[0] * q[1]], vec![false; k[0] * k[1]]];
-    for (index, sequence) in batch.sequences.iter().enumerate() {
-        for row in 0..sequence.q.len {
-            rows[0][sequence.q.batch * q[1] + sequence.q.first + row] = true;
-        }
-        for row in 0..sequence.k.len {
-            let (entry, at) = batch.key(index, row);
-            rows[1][entry * k[1] + at] = true;
-        }
-    }
-    rows
 }
 
 fn check(own: &Own, seed: u64) {

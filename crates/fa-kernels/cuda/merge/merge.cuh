@@ -65,8 +65,8 @@ __device__ __forceinline__ void write_eight(void* data, i64 at, int type, const 
 }
 
 // The kernel's body. Lane p computes the factor of part p: exp(LSE_p) divided by its sum over all parts (and
-// the sink). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink. Parts
-// without LSEs are added up.
+// the sink). A part whose LSE is -inf, or +inf as FlashAttention-2 writes it for a row without keys, is not
+// read; if all are such, O is 0 and LSE is -inf, or the sink. Parts without LSEs are added up.
 __device__ __forceinline__ void merge(const MergeParams& params) {
     const int lane = lane_index(), warp = warp_index(), warps = cta_threads() / 32;
     const i64 rows = i64(params.batch) * params.seqlen * params.heads;
@@ -81,6 +81,7 @@ __device__ __forceinline__ void merge(const MergeParams& params) {
 
         float lse = minus_infinity();
         if (lane < params.count) lse = adds ? 0.f : params.parts.items[lane].lse[at_lse];
+        if (lse == -minus_infinity()) lse = minus_infinity();
         const float sink = params.sinks == nullptr ? minus_infinity() : params.sinks[head];
         float top = fmaxf(lse, sink);
 #pragma unroll

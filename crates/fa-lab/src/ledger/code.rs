@@ -21,7 +21,8 @@ use crate::grid::{Case, Extent};
 const DIGITS: usize = 16;
 
 /// SMs of the GPUs whose launches are hashed: of the emulation, whole and for divided keys, and of an H100.
-const SMS: [u32; 3] = [2, 64, 132];
+const SMS: [u32; 3] = [2, 64, SMS_OF_H100];
+const SMS_OF_H100: u32 = 132;
 
 /// A compiler with what it has compiled.
 pub struct Workshop {
@@ -173,8 +174,8 @@ pub(super) fn tokens(unit: &Unit, headers: &Headers) -> Result<String> {
     Ok(digest(&programs.iter().map(Source::fingerprint).collect::<Vec<_>>()))
 }
 
-/// The hash of what the library launches for a unit's cases, and the entries that it launches, with the
-/// numbers of SMs on which it does.
+/// The hash of what the library launches for a unit's emulated cases, and the entries that these and a GPU's
+/// cases launch, with the numbers of SMs on which they do.
 ///
 /// # Errors
 /// Those of the library for a problem that the kernel does not compute.
@@ -190,6 +191,10 @@ pub(super) fn launches(unit: &Unit) -> Result<(String, Launched)> {
                 launched.entry(entry).or_default().insert(sms);
             }
         }
+    }
+    // Long problems, which the emulation leaves to a GPU: more tiles than CTAs plan for themselves.
+    for entry in self::launched(unit, Extent::Quick, SMS_OF_H100)? {
+        launched.entry(entry).or_default().insert(SMS_OF_H100);
     }
     Ok((digits(hash), launched))
 }

@@ -193,7 +193,7 @@ pub struct Summary {
     pub of: BTreeMap<Tier, usize>,
     /// Entries that nothing on a GPU has judged and no waiver excuses, or that no emulation has.
     pub open: Vec<String>,
-    /// Entries that no case launches: nothing can judge them.
+    /// Entries that no case launches, emulated or of a GPU's quick grid: nothing judges them.
     pub idle: Vec<String>,
     /// Units of which it is not known here whether their code has changed.
     pub unknown: Vec<String>,

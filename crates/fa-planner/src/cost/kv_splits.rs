@@ -6,7 +6,8 @@ use fa_core::{ArchLimits, KernelSpec, Problem};
 use crate::account::clusters::MANY_PARTS;
 use crate::account::combine::MAX_SPLITS;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, Launch};
+use crate::cost::core::Launch;
+use crate::cost::predicted::Cost;
 use crate::kernels::planned::{self, Forward, Time};
 use crate::work::Work;
 

@@ -15,6 +15,9 @@ pub(crate) mod cuts;
 pub(crate) mod gpu;
 pub(crate) mod head_splits;
 pub(crate) mod kv_splits;
+pub(crate) mod memory;
+pub(crate) mod predicted;
+pub(crate) mod scores;
 mod step;
 
 use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
@@ -23,11 +26,11 @@ use crate::kernels::planned::{self, Time};
 use crate::work::Work;
 
 pub use constants::{CostConstants, Sm90BwdConstants};
-pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
 use gpu::Gpu;
 use kv_splits::{best_split, least_seconds};
+pub use predicted::{Bottleneck, Cost, StepClocks, Terms};
 pub use step::{MOST_DECODED, phases};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.

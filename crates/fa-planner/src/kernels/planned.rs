@@ -5,10 +5,10 @@ use fa_core::{Arch, ArchLimits, Division, Kernel, KernelSpec, Problem, each_kern
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks};
 use crate::cost::cuts::Cuts;
 use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
+use crate::cost::predicted::{Cost, StepClocks};
 use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::timeline::lanes::Timeline;

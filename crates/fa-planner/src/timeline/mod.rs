@@ -12,7 +12,7 @@ pub(crate) mod schedule;
 use fa_core::{Arch, KernelSpec};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::kernels::planned;
 
 pub use lanes::{Activity, Lane, Span, Timeline};

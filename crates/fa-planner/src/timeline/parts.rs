@@ -2,7 +2,7 @@
 
 use fa_core::KernelSpec;
 
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 
 /// Most lanes of warps that are drawn; more take turns as these do.
 pub(crate) const MOST_LANES: f64 = 4.0;

@@ -11,7 +11,7 @@ use fa_lab::shape::whole;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, Backend, CpuArgs, HeadersArgs, OF_SHAPES, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, HeadersArgs, ShapeArgs, flags_of};
 use crate::term::failure::InputError;
 
 /// What shapes drawn at random go without, besides the flags of shapes.
@@ -35,7 +35,7 @@ pub(crate) struct BenchArgs {
     pub page: Option<usize>,
     /// Measure appending to a cache instead, for a fixed list: one token and prefill, paged and contiguous,
     /// with and without rotary embedding, in bytes read and written per second
-    #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
+    #[arg(long, conflicts_with_all = flags_of::<ShapeArgs>().into_iter().filter(|flag| flag != "dtype"))]
     #[arg(conflicts_with_all = [
         "specs", "beside_choice", "changes", "family", "marks", "deterministic", "tune", "peers", "plot",
         "draw", "mode", "threads", "isa"
@@ -58,7 +58,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
     /// Draw the plot of this record, which --json wrote before; nothing is measured
-    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = OF_SHAPES)]
+    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = flags_of::<ShapeArgs>())]
     #[arg(conflicts_with_all = [
         "json", "backend", "seconds", "marks", "peers", "filter", "mode", "threads", "isa", "headers",
         "specs", "beside_choice", "changes", "family", "deterministic", "tune", "reps"
@@ -120,24 +120,26 @@ pub(crate) struct GpuArgs {
     #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4", "flashinfer"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
-    #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
+    #[arg(long, value_parser = flags::marks())]
+    #[arg(conflicts_with = "family", conflicts_with_all = flags_of::<ShapeArgs>())]
     pub marks: Option<Marks>,
     /// Measure this many shapes drawn at random: the problems of fa tune --random, of one pass
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), group = "drawn")]
-    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = flags_of::<ShapeArgs>())]
     pub random: Option<u16>,
     /// Measure this many packed batches drawn at random: lengths spread normally, lognormally, one long and
     /// many short, and equal
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), group = "drawn")]
-    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES, conflicts_with = "family")]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = flags_of::<ShapeArgs>())]
+    #[arg(conflicts_with = "family")]
     pub random_packed: Option<u16>,
     /// The same seed draws the same shapes [default: 0]
     #[arg(long, value_name = "S", requires = "drawn", value_parser = whole::<u64>)]
-    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = flags_of::<ShapeArgs>())]
     pub seed: Option<u64>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill
-    #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = flags_of::<ShapeArgs>())]
     #[arg(conflicts_with_all = ["append", "family"])]
     pub filter: Option<String>,
     /// Measure deterministic gradients, which have the same bits in every run

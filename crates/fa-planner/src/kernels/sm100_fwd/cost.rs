@@ -3,9 +3,10 @@
 use fa_core::{ArchLimits, MaskKind, Problem};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{
-    Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, softmax_clocks,
-};
+use crate::cost::core::{KernelModel, Launch, overlap, resident_blocks};
+use crate::cost::memory::Memory;
+use crate::cost::predicted::Cost;
+use crate::cost::scores::{f32_lanes, softmax_clocks};
 use crate::work::{Queue, Work};
 
 use super::account::Sm100Account;

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::account::code::Code;
 use crate::account::reason::Reason;
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::cost::{Cost, CostConstants};
 use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
 use crate::occupancy::Occupancy;

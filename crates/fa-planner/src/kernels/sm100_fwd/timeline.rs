@@ -4,7 +4,7 @@ use fa_core::Arch;
 
 use super::candidates::Sm100Tile;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::timeline::lanes::{Activity, Timeline};
 use crate::timeline::parts::{MOST_LANES, products, shares};
 use crate::timeline::schedule::{STEPS, Schedule, Unit};

@@ -4,12 +4,12 @@
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{
-    Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, slope_costs, softmax_clocks,
-};
+use crate::cost::core::{overlap, resident_blocks};
 use crate::cost::cuts::Cuts;
 use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::{BackwardRates, Split};
+use crate::cost::predicted::{Cost, StepClocks, Terms};
+use crate::cost::scores::{f32_lanes, slope_costs, softmax_clocks};
 use crate::occupancy::{Occupancy, WARP};
 use crate::work::{Queue, TileClass, Work};
 

@@ -7,11 +7,11 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::account::combine::MAX_SPLITS;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{
-    Bottleneck, Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs,
-    softmax_clocks,
-};
+use crate::cost::core::{KernelModel, Launch, overlap, resident_blocks};
 use crate::cost::kv_splits::{WAVES_GAIN, best_of};
+use crate::cost::memory::Memory;
+use crate::cost::predicted::{Bottleneck, Cost};
+use crate::cost::scores::{f32_lanes, score_costs, softmax_clocks};
 use crate::kernels::planned::{Forward, ForwardTime};
 use crate::occupancy::{Occupancy, WARP};
 use crate::work::Queue;

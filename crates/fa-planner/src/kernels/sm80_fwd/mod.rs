@@ -8,12 +8,13 @@ pub(crate) mod timeline;
 use fa_core::{Arch, Kernel, KernelSpec, Sm80Fwd};
 
 use crate::account::code::Code;
-use crate::kernels::folder::functions_of_the_folder;
-use crate::kernels::planned::{PlannedKernel, Time, Wanted};
+use crate::kernels::folder::{functions_of_a_forward, functions_of_the_folder};
+use crate::kernels::planned::PlannedKernel;
 use crate::registers::Registers;
 
 impl PlannedKernel for Sm80Fwd {
     functions_of_the_folder!();
+    functions_of_a_forward!();
 
     fn head_dims(&self) -> &'static [u32] {
         &account::HEAD_DIMS
@@ -23,20 +24,11 @@ impl PlannedKernel for Sm80Fwd {
         Code { varied: true, paged: true, codes: true, split: true, packs_gqa: true, ..Code::DENSE }
     }
 
-    fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
-        let Wanted { problem, head_dim, head_dim_v, division, .. } = wanted;
-        Box::new(candidates::candidates(problem, head_dim, head_dim_v, division))
-    }
-
     fn registers(&self, spec: &KernelSpec, arch: Arch) -> Registers {
         account::registers(spec, self, arch.limits())
     }
 
     fn unbound(&self) -> Option<Kernel> {
         Some(Sm80Fwd { blocks_per_sm: 1, ..self.clone() }.into())
-    }
-
-    fn time(&self) -> Time<'_> {
-        Time::Forward(self)
     }
 }

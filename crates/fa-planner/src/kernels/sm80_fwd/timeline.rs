@@ -2,7 +2,7 @@
 
 use fa_core::{KernelSpec, Sm80Fwd};
 
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::timeline::lanes::{Activity, Timeline};
 use crate::timeline::parts::{MOST_LANES, products, shares};
 use crate::timeline::schedule::{STEPS, Schedule, Unit};

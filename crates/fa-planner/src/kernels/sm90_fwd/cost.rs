@@ -7,9 +7,9 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 use crate::account::clusters::combines_in_clusters;
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{
-    KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
-};
+use crate::cost::core::{KernelModel, Launch, overlap, resident_blocks};
+use crate::cost::memory::Memory;
+use crate::cost::scores::{f32_lanes, score_costs, softmax_clocks};
 use crate::kernels::planned::Forward;
 use crate::work::Queue;
 

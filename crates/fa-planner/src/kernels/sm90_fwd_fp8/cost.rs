@@ -6,7 +6,9 @@ use fa_core::spec::Scheduler;
 use fa_core::{ArchLimits, KernelSpec, Problem, Sm90FwdFp8};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
+use crate::cost::core::{KernelModel, Launch, overlap};
+use crate::cost::memory::Memory;
+use crate::cost::scores::{f32_lanes, score_costs, softmax_clocks};
 use crate::kernels::planned::Forward;
 use crate::work::Queue;
 

@@ -8,14 +8,15 @@ pub(crate) mod timeline;
 use fa_core::{Arch, KernelSpec, Sm90FwdFp8};
 
 use crate::account::code::Code;
-use crate::cost::core::Cost;
-use crate::cost::kv_splits::best_of;
-use crate::kernels::folder::functions_of_the_folder;
-use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
+use crate::kernels::folder::{
+    functions_of_a_forward, functions_of_the_folder, functions_of_the_forwards_cost,
+};
+use crate::kernels::planned::{ForwardTime, PlannedKernel};
 use crate::registers::Registers;
 
 impl PlannedKernel for Sm90FwdFp8 {
     functions_of_the_folder!();
+    functions_of_a_forward!();
 
     fn head_dims(&self) -> &'static [u32] {
         &account::HEAD_DIMS
@@ -33,26 +34,11 @@ impl PlannedKernel for Sm90FwdFp8 {
         }
     }
 
-    fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
-        let Wanted { problem, head_dim, head_dim_v, division, .. } = wanted;
-        Box::new(candidates::candidates(problem, head_dim, head_dim_v, division))
-    }
-
     fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
         account::registers(spec, self)
-    }
-
-    fn time(&self) -> Time<'_> {
-        Time::Forward(self)
     }
 }
 
 impl ForwardTime for Sm90FwdFp8 {
-    fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
-        best_of(&cost::launch(self, forward), forward.spec.split, below)
-    }
-
-    fn least_seconds(&self, forward: &Forward<'_>) -> f64 {
-        cost::launch(self, forward).at_least(1)
-    }
+    functions_of_the_forwards_cost!();
 }

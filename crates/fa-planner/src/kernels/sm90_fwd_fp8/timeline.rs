@@ -2,7 +2,7 @@
 
 use fa_core::{KernelSpec, Sm90Fwd, Sm90FwdFp8};
 
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::kernels::sm90_fwd;
 use crate::timeline::lanes::Timeline;
 

@@ -2,7 +2,7 @@
 
 use fa_core::{KernelSpec, Sm90Wide};
 
-use crate::cost::core::StepClocks;
+use crate::cost::predicted::StepClocks;
 use crate::timeline::lanes::{Activity, Timeline};
 use crate::timeline::parts::{products, shares};
 use crate::timeline::schedule::{STEPS, Schedule, Unit};
