@@ -266,6 +266,9 @@ def _text_of(recorder, function, result, names):
         try:
             value = _with_recorded(recorder, function, set())(*arguments)
         except TypeError as error:
+            if recorder.places:
+                # Torch takes some arguments of tensors as integers only, as sizes are.
+                raise NeedsConstant(recorder.places) from error
             if "(got Indexed)" in str(error):
                 raise UnsupportedError(
                     f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
