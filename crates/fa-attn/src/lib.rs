@@ -162,6 +162,7 @@ mod clean;
 mod cpu;
 pub mod cuda;
 pub mod device;
+mod direct;
 #[cfg(feature = "reference")]
 pub mod doctor;
 mod element;
