@@ -292,14 +292,18 @@ def _called(recorder, function, result, arguments):
         try:
             return recorder.operand(_with_recorded(recorder, function, set())(*arguments))
         except (TypeError, ValueError, IndexError, AttributeError, UnsupportedError) as error:
-            if "(got Indexed)" in str(error):
+            is_of_type = isinstance(error, TypeError)
+            # Jax names the type that it does not take.
+            is_named = is_of_type and "fa_attn._traced." in str(error)
+            if "jax" in sys.modules and (is_named or _reads_jax(function, set())):
+                raise _OfJax from error
+            if is_of_type and recorder.places:
+                # Torch takes some arguments of tensors as integers only, as sizes are.
+                raise NeedsConstant(recorder.places) from error
+            if is_of_type and "(got Indexed)" in str(error):
                 raise UnsupportedError(
                     f"{result}_mod makes a tensor of an array of numpy: make it outside of the function"
                 ) from error
-            # Jax names the type that it does not take.
-            is_named = isinstance(error, TypeError) and "fa_attn._traced." in str(error)
-            if "jax" in sys.modules and (is_named or _reads_jax(function, set())):
-                raise _OfJax from error
             raise
 
 

@@ -10,6 +10,7 @@ from reprlib import repr as short
 from . import _traced_functions  # noqa: F401  (enters its operations)
 from ._core import InputError, UnsupportedError
 from ._traced import Indexed, NeedsConstant, Row, Traced, called, float_text, recorder_of, rounded
+from ._traced_narrow import LIMITS, Narrow
 from ._traced_operations import OPERATIONS, SHOWN, WIDE
 from ._traced_rows import OF_ARRAYS, OF_ROWS
 
@@ -52,7 +53,8 @@ class Recorder:
         self.known = {}
         self.arrays = {}
         self.scalars = {}
-        self.numbers = 0
+        # How many numbers there are, and which of them are scalars.
+        self.numbers, self.places = 0, set()
         # Tensors made of numbers within the function, alive as long as their identities are used.
         self.made = {}
         # Tensors computed within the function: another call has others.
@@ -81,6 +83,7 @@ class Recorder:
             return value
         name = f"{self.prefix}n{place}"
         self.scalars[name] = value
+        self.places.add(place)
         kind = "i32" if type(value) is int else "f32"
         return Traced(self, name, kind, scalars={place}, value=value)
 
@@ -117,6 +120,9 @@ class Recorder:
             at.append(operand.name)
         loaded = self.line(f"{name}[{', '.join(at)}]", _LOADED[element])
         loaded.is_natural = element == "u8"
+        dtype = str(tensor.dtype).rsplit(".", 1)[-1]
+        if dtype in LIMITS:
+            loaded.narrow, loaded.bounds = dtype, LIMITS[dtype]
         return loaded
 
     def _from_the_start(self, index, size):
@@ -276,8 +282,12 @@ class Recorder:
                 f"`{name}` with {int(wide.value)}: integers of a mask or score function have 32 bits"
             )
         with _named_refusal(name, arguments):
+            narrow = Narrow.of(self, name, traced, options)
+            if narrow is not None:
+                given, options = narrow.numbers(given, options)
             made = operation(self, *given, **options)
-            return copy.copy(made) if any(made is one for one in given) else made
+            made = copy.copy(made) if any(made is one for one in given) else made
+            return made if narrow is None else narrow.result(made)
 
     def _need_numbers_beside_arrays(self, arguments):
         """Python computes an array of an array and captured numbers, as t.view(n, m), of their values."""

@@ -37,11 +37,11 @@ from ._torch_passes import run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
 
-# The most arrays and scalars of a program.
-_MOST = 8
+# The most arrays of a program, and the most scalars.
+_MOST, _MOST_SCALARS = 16, 8
 _SEPARATOR = "\x1e"
 _ARRAYS = [f"array_{at}" for at in range(_MOST)]
-_SCALARS = [f"scalar_{at}" for at in range(_MOST)]
+_SCALARS = [f"scalar_{at}" for at in range(_MOST_SCALARS)]
 _PROGRAM = ", ".join(
     [
         *(f"Tensor? {name}" for name in _ARRAYS),
@@ -49,13 +49,13 @@ _PROGRAM = ", ".join(
         "str texts, str names, str scalar_names",
     ]
 )
-_PROGRAM_ARGUMENTS = 2 * _MOST + 3
+_PROGRAM_ARGUMENTS = _MOST + _MOST_SCALARS + 3
 
 
 def _check_counts(arrays, scalars):
-    for what, count in (("arrays", len(arrays)), ("scalars", len(scalars))):
-        if count > _MOST:
-            raise InputError(f"the programs of a call read {count} {what}: at most {_MOST} can be read")
+    for what, count, most in (("arrays", len(arrays), _MOST), ("scalars", len(scalars), _MOST_SCALARS)):
+        if count > most:
+            raise InputError(f"the programs of a call read {count} {what}: at most {most} can be read")
 
 
 def _flat(mods, arrays):
@@ -63,7 +63,7 @@ def _flat(mods, arrays):
     names, values = zip(*mods.scalars) if mods.scalars else ((), ())
     _check_counts(arrays, values)
     arrays = (*arrays, *(None,) * (_MOST - len(arrays)))
-    values = (*map(float, values), *(0.0,) * (_MOST - len(values)))
+    values = (*map(float, values), *(0.0,) * (_MOST_SCALARS - len(values)))
     return (*arrays, *values, _SEPARATOR.join(mods.texts), ",".join(mods.names), ",".join(names))
 
 
@@ -73,8 +73,8 @@ def _names(text):
 
 def _programs(program, q, k, extras):
     """An operator's arguments as the extension module takes them."""
-    arrays, values = program[:_MOST], program[_MOST : 2 * _MOST]
-    texts, names, scalar_names = program[2 * _MOST :]
+    arrays, values = program[:_MOST], program[_MOST : _MOST + _MOST_SCALARS]
+    texts, names, scalar_names = program[_MOST + _MOST_SCALARS :]
     arrays = [(name, x.detach().resolve_neg()) for name, x in zip(_names(names), arrays)]
     scalars = list(zip(_names(scalar_names), values))
     arrays = with_bits(arrays, scalars, q, k, extras)

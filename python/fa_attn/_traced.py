@@ -190,6 +190,9 @@ class Traced:
         self.is_natural = is_natural
         # Whether it is a constant integer of more than 32 bits, written as a number.
         self.is_wide = False
+        # The type of an integer of fewer than 32 bits, in which it is computed with others of that type and
+        # with Python's numbers.
+        self.narrow = None
         # The least and the largest that an integer can be, where that is known.
         self.bounds = (value, value) if kind == "i32" and type(value) is int else None
 
@@ -259,6 +262,8 @@ class Traced:
         torch = sys.modules.get("torch")
         if torch is None:
             raise AttributeError("dtype")
+        if self.narrow is not None:
+            return getattr(torch, self.narrow)
         return {"i32": torch.int32, "f32": torch.float32, "bool": torch.bool}[self.kind]
 
     def __getattr__(self, name):

@@ -1,7 +1,10 @@
 """The operations of recorded functions on scalars, by the names that Python, torch and numpy give them."""
 
+import copy
+
 from ._core import UnsupportedError
 from ._traced import NeedsConstant, Traced, float_text
+from ._traced_narrow import wrapped
 
 OPERATIONS = {}
 SHOWN = set()
@@ -430,8 +433,12 @@ def _lerp(recorder, a, b, weight):
     return OPERATIONS["add"](recorder, a, times)
 
 
+def _name_of(dtype):
+    return str(dtype).rsplit(".", 1)[-1].strip("'<>").lower()
+
+
 def _kind_of(dtype):
-    name = str(dtype).rsplit(".", 1)[-1].strip("'<>").lower()
+    name = _name_of(dtype)
     if "bool" in name:
         return "bool"
     return "i32" if "int" in name or name == "long" else "f32"
@@ -441,24 +448,33 @@ def _kind_of(dtype):
 def _to(recorder, x, target=None, *_, dtype=None, **__):
     target = dtype if dtype is not None else target
     if isinstance(target, Traced):
-        return recorder.converted(x, target.kind)
+        return _converted(recorder, x, target.kind, target.narrow)
     is_kind = type(target).__name__ in ("dtype", "type") or target in (int, float, bool)
-    return recorder.converted(x, _kind_of(target)) if is_kind else x
+    return _converted(recorder, x, _kind_of(target), _name_of(target)) if is_kind else x
+
+
+def _converted(recorder, x, kind, dtype):
+    """A value of another kind, and integers in their type."""
+    made = recorder.converted(copy.copy(x), kind)
+    return wrapped(recorder, made, {"short": "int16", "char": "int8", "byte": "uint8"}.get(dtype, dtype))
 
 
 @named("type_as")
 def _type_as(recorder, x, other):
-    return recorder.converted(x, other.kind)
+    return _converted(recorder, x, other.kind, other.narrow)
 
 
 def _conversion(kind, *names):
     @named(*names)
     def operation(recorder, x):
-        return recorder.converted(x, kind)
+        return _converted(recorder, x, kind, names[0])
 
 
 _conversion("f32", "float", "double", "half", "bfloat16")
-_conversion("i32", "int", "long", "short")
+_conversion("i32", "int", "long")
+_conversion("i32", "short")
+_conversion("i32", "char")
+_conversion("i32", "byte")
 _conversion("bool", "bool")
 
 

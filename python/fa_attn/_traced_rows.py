@@ -87,6 +87,9 @@ def _reduction(name, start, *names):
         if start == "pos" and made.kind == "bool":
             # Truth values are counted.
             made = recorder.converted(made, "i32")
+        if start == "pos":
+            # Sums have 64 bits.
+            made.narrow = None
         for one in elements[1:]:
             made = recorder.operate(name, (made, one), {})
         return made

@@ -52,6 +52,13 @@ def cap(score, b, h, q_idx, kv_idx):
     return 3.0 * torch.tanh(score / 3.0)
 
 
+NARROW = {
+    "u": torch.arange(250, 250 + S).to(torch.uint8),
+    "i": (torch.arange(S) * 37).to(torch.int8),
+    "s": (torch.arange(S) * 3771).to(torch.int16),
+}
+
+
 def inputs(*shapes):
     own = [draw(*shape).requires_grad_() for shape in shapes]
     return own, [x.detach().double().requires_grad_() for x in own]
@@ -563,3 +570,49 @@ def test_tensors_without_elements_are_torchs(shape):
         torch.testing.assert_close(flex_attention(q, k, v), want)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
         assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("name", sorted(NARROW))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x > -1",
+        "x - 5 > 100",
+        "x // -2 > 3",
+        "x * 100 + n > 20",
+        "-x > 7",
+        "~x > 100",
+        "abs(x - 100) > 50",
+        "(x << 3) > 50",
+        "torch.clamp(x, -3, 90) > 20",
+        "x.clamp(min=-3) > 5",
+        "torch.where(x > 5, x, -1) > 100",
+        "x % -7 > -3",
+        "x + q_idx > 100",
+        "x.to(torch.int32) - 5 > 100",
+        "x - NARROW['i'][q_idx] > 3",
+        "(q_idx * 50).to(torch.int8) > x",
+        "(kv_idx * 99).byte() + x > 40",
+        "x / 2 > -20",
+        "torch.div(x, -3, rounding_mode='trunc') > 2",
+    ],
+)
+def test_integers_of_few_bits_are_computed_as_torch_does(name, text):
+    scope = {"torch": torch, "NARROW": NARROW, "n": 7}
+    exec(f"def mask(b, h, q_idx, kv_idx):\n    x = NARROW['{name}'][kv_idx]\n    return ({text}) | (kv_idx == 0)", scope)
+    q, k, v = draw(1, 2, L, D), draw(1, 2, S, D), draw(1, 2, S, D)
+    seen = scope["mask"](0, 0, torch.arange(L)[:, None], torch.arange(S)[None])
+    made = create_block_mask(scope["mask"], 1, 2, L, S, device="cpu")
+    want = F.scaled_dot_product_attention(q, k, v, seen.expand(L, S))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=made), want, rtol=1e-4, atol=1e-5)
+
+
+def test_captured_numbers_are_sizes_of_tensors():
+    table, rows, columns = draw(S), 3, S
+
+    def spread(score, b, h, q_idx, kv_idx):
+        return score + table[None].expand(rows, columns)[b, kv_idx]
+
+    q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
+    want = F.scaled_dot_product_attention(q, k, v, table.expand(L, S))
+    torch.testing.assert_close(flex_attention(q, k, v, score_mod=spread), want, rtol=1e-4, atol=1e-5)

@@ -646,3 +646,36 @@ def test_texts_and_functions_are_one():
         Program("array t: f32[_]; s + t[h]")
     program = Program("array t: f32[_]; scalar c: f32; c * s + t[h]", {"t": NUMPY_SLOPES}, {"c": 2.0})
     assert program.evaluate([(1.0, 0, 1, 0, 0, 0, 4, 4, 0)]) == [(True, 2.25, 2.0)]
+
+
+@pytest.mark.parametrize("count", [9, 16])
+def test_programs_of_many_arrays_have_all_gradients(count):
+    generator = torch.Generator().manual_seed(count)
+    rows = [torch.randn(20, generator=generator, requires_grad=True) for _ in range(count)]
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=generator, requires_grad=True) for _ in range(3))
+    indices = torch.arange(20)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        for at, row in enumerate(rows):
+            score = score + row[kv_idx] * (1.0 if at % 2 else 0.5) * row[q_idx]
+        return score
+
+    scores = score_mod(q @ k.mT / 4, 0, 0, indices[:, None], indices[None])
+    want = torch.softmax(scores, -1) @ v
+    got = fa_attn.flex_attention(q, k, v, score_mod=score_mod)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    leaves = (q, k, v, *rows)
+    found = torch.autograd.grad(got.square().sum(), leaves)
+    for one, true in zip(found, torch.autograd.grad(want.square().sum(), leaves)):
+        torch.testing.assert_close(one, true, rtol=1e-3, atol=1e-4)
+
+
+def test_more_arrays_than_a_program_has_are_refused():
+    rows = [torch.randn(8) for _ in range(17)]
+    x = torch.randn(1, 1, 8, 16)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + sum(row[kv_idx] for row in rows)
+
+    with pytest.raises(fa_attn.InputError, match="at most 16 arrays"):
+        fa_attn.flex_attention(x, x, x, score_mod=score_mod)

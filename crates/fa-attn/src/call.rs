@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
+use crate::direct::DirectGradients;
 use crate::element::Element;
 use crate::error::Error;
 #[cfg(feature = "reference")]
@@ -32,7 +33,8 @@ pub(crate) enum Implementation {
     #[cfg(feature = "reference")]
     Reference(Cpu),
     Tiled(Cpu),
-    Gpu(Arc<Gpu>, Box<Bound>),
+    /// With what the host gathers and adds up, if anything.
+    Gpu(Arc<Gpu>, Box<Bound>, Option<Box<DirectGradients>>),
 }
 
 /// What a [`Call`] runs.
@@ -99,7 +101,7 @@ impl Call {
     /// CPU.
     pub fn bound(&self) -> Option<&Bound> {
         match &self.implementation {
-            Implementation::Gpu(_, bound) => Some(bound),
+            Implementation::Gpu(_, bound, _) => Some(bound),
             #[cfg(feature = "reference")]
             Implementation::Reference(_) => None,
             Implementation::Tiled(_) => None,
@@ -130,7 +132,7 @@ impl Call {
             #[cfg(feature = "reference")]
             Implementation::Reference(cpu) => ("reference", None, Some(cpu.threads()), None),
             Implementation::Tiled(cpu) => ("cpu", Some(cpu.isa.name()), Some(cpu.threads()), None),
-            Implementation::Gpu(gpu, _) => ("cuda", None, None, Some(gpu.name())),
+            Implementation::Gpu(gpu, ..) => ("cuda", None, None, Some(gpu.name())),
         };
         Report {
             backend,
@@ -185,7 +187,10 @@ impl Call {
             if is_built_in { tensors.without_program() } else { tensors }
         }
         match (&self.implementation, tensors) {
-            (Implementation::Gpu(gpu, bound), tensors) => {
+            (Implementation::Gpu(gpu, bound, Some(direct)), Tensors::Backward(tensors)) => {
+                direct.run(tensors, |tensors| T::run(gpu, bound, tensors, launches))
+            }
+            (Implementation::Gpu(gpu, bound, _), tensors) => {
                 T::run(gpu, bound, left(tensors, is_built_in), launches)
             }
             (Implementation::Tiled(cpu), tensors) => match left(tensors, is_built_in) {

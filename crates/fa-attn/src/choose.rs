@@ -65,7 +65,7 @@ impl Chooser {
                     return Ok(bound);
                 }
                 // It compiled cleanly before; another process with this cache may have had another result.
-                Err(error @ fa_kernels::Error::Refused { .. }) if !is_preferred => {
+                Err(error) if error.is_of_kernel() && !is_preferred => {
                     tracing::warn!(%error, "what was chosen before is passed over");
                 }
                 Err(error) => return Err(error.into()),
@@ -193,8 +193,7 @@ impl Chooser {
                 Ok(bound) => return Some((bound, Choice { spec, splits })),
                 Err(error) => {
                     tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
-                    let is_stale = matches!(error, fa_kernels::Error::Refused { .. });
-                    if !is_stale || !self.memory.forget(&gpu, &spec) {
+                    if !error.is_of_kernel() || !self.memory.forget(&gpu, &spec) {
                         return None;
                     }
                 }

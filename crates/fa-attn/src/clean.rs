@@ -3,7 +3,7 @@
 use fa_core::KernelSpec;
 use fa_kernels::Error;
 
-/// Tiles that are tried when kernels do not compile cleanly.
+/// Kernels that are tried when they do not compile cleanly.
 const TRIES: usize = 8;
 
 /// A kernel that compiles cleanly, and those before it in its list that do not.
@@ -13,34 +13,48 @@ pub struct Clean<P> {
     pub bound: P,
     /// The kernel.
     pub spec: KernelSpec,
-    /// Why those before it were refused, in their order: each [`Error::Refused`].
+    /// Why those before it were refused, in the order of trying: each is an [`Error::is_of_kernel`].
     pub refused: Vec<Error>,
 }
 
-/// The first of `specs` (best first) that `bind` accepts; `None` where `specs` is empty. A kernel that
-/// spills is skipped together with the others of its tile, most of which spill as well; the search ends after
-/// eight tiles. [`crate::device::Gpu::bind`] uses it on the planner's kernels.
+/// The first of `specs` (best first) that `bind` accepts; `None` where `specs` is empty. A kernel that does
+/// not compile cleanly is skipped together with the others of its tile, most of which spill as well: these
+/// are tried once no other tile is left. The search ends after eight kernels. [`crate::device::Gpu::bind`]
+/// uses it on the planner's kernels.
 ///
 /// # Errors
-/// The first refusal if no kernel is accepted; any other error of `bind` ends the search.
+/// The first refusal if no kernel is accepted; an error of `bind` that is not one kernel's ends the search.
 pub fn first_clean<P>(
     specs: impl IntoIterator<Item = KernelSpec>,
     bind: impl Fn(&KernelSpec) -> Result<P, Error>,
 ) -> Result<Option<Clean<P>>, Error> {
     let mut refused = Vec::new();
-    let mut tiles: Vec<(u32, u32)> = Vec::new();
-    for spec in specs {
-        if tiles.len() == TRIES {
-            break;
-        }
-        if tiles.contains(&spec.tile()) {
+    let mut tried: Vec<KernelSpec> = Vec::new();
+    let mut skipped = Vec::new();
+    let mut specs = specs.into_iter();
+    let mut others = Vec::new().into_iter();
+    while tried.len() < TRIES {
+        let spec = match specs.next() {
+            Some(spec) if tried.iter().any(|own| own.tile() == spec.tile()) => {
+                skipped.push(spec);
+                continue;
+            }
+            Some(spec) => spec,
+            None => {
+                others = if skipped.is_empty() { others } else { std::mem::take(&mut skipped).into_iter() };
+                let Some(spec) = others.next() else { break };
+                spec
+            }
+        };
+        // The list of all begins with the best, which was tried before there was one.
+        if tried.contains(&spec) {
             continue;
         }
         match bind(&spec) {
             Ok(bound) => return Ok(Some(Clean { bound, spec, refused })),
-            Err(error @ Error::Refused { .. }) => {
+            Err(error) if error.is_of_kernel() => {
                 tracing::warn!(%error, "the planner's choice is passed over");
-                tiles.push(spec.tile());
+                tried.push(spec);
                 refused.push(error);
             }
             Err(error) => return Err(error),
@@ -59,6 +73,15 @@ mod tests {
     fn spills(spec: &KernelSpec) -> Error {
         let fault = fa_kernels::Fault::Spills { stores: 4, loads: 4 };
         Error::Refused { name: spec.to_string(), target: "sm_80".to_owned(), fault, log_file: None }
+    }
+
+    fn fails(spec: &KernelSpec) -> Error {
+        Error::Compile {
+            name: spec.to_string(),
+            target: "sm_80".to_owned(),
+            log: String::new(),
+            log_file: None,
+        }
     }
 
     #[test]
@@ -83,6 +106,17 @@ mod tests {
         assert_eq!(third.spec.tile(), tiles[2]);
         // Once for each tile.
         assert_eq!(third.refused.len(), 2);
+
+        // Where no other tile is left, the others of those that were tried are.
+        let of_first: Vec<KernelSpec> =
+            specs.iter().filter(|spec| spec.tile() == tiles[0]).cloned().collect();
+        assert!(of_first.len() > 2, "{of_first:?}");
+        for clean in [1, 2] {
+            let listed = [&specs[..1], &of_first].concat();
+            let bind = |spec: &KernelSpec| if *spec == of_first[clean] { Ok(()) } else { Err(fails(spec)) };
+            let found = first_clean(listed, bind).expect("another of the tile is clean").expect("one");
+            assert_eq!((&found.spec, found.refused.len()), (&of_first[clean], clean));
+        }
 
         let none = first_clean(specs.clone(), |spec| Err::<(), _>(spills(spec))).expect_err("all spill");
         assert!(matches!(&none, Error::Refused { name, .. } if *name == specs[0].to_string()), "{none}");

@@ -12,6 +12,7 @@ use fa_kernels::driver;
 use crate::call::{Call, Implementation};
 use crate::cpu::Cpu;
 use crate::device::{BindOptions, Gpu, Half};
+use crate::direct::DirectGradients;
 use crate::element::Element;
 use crate::error::Error;
 use crate::host;
@@ -197,8 +198,13 @@ impl Engine {
         options: &BindOptions,
     ) -> Option<Result<Implementation, Error>> {
         let gpu = self.gpu.as_ref()?;
-        let bound = gpu.bind(&problem.with_mods_built_in(&[]), pass, options);
-        Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound))))
+        let computed = problem.with_mods_built_in(&[]);
+        let (computed, direct) = match DirectGradients::of(&computed, pass) {
+            Some((posed, direct)) => (posed, Some(Box::new(direct))),
+            None => (computed, None),
+        };
+        let bound = gpu.bind(&computed, pass, options);
+        Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound), direct)))
     }
 
     fn on_cpu(&self, problem: &Problem, pass: Pass, passed_over: Option<String>) -> Result<Call, Error> {

@@ -165,6 +165,7 @@ mod clean;
 mod cpu;
 pub mod cuda;
 pub mod device;
+mod direct;
 #[cfg(feature = "reference")]
 pub mod doctor;
 mod element;

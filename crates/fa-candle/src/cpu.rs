@@ -131,14 +131,14 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
 }
 
 /// The tensors of a program, while a call reads them.
-type Locked<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
+pub(crate) type Locked<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
 
-fn lock(program: &programs::ProgramCall) -> Locked<'_> {
+pub(crate) fn lock(program: &programs::ProgramCall) -> Locked<'_> {
     program.arrays.iter().map(Tensor::storage_and_layout).collect()
 }
 
 /// What the program reads, where it lies.
-fn program_inputs<'a>(
+pub(crate) fn program_inputs<'a>(
     own: &programs::ProgramCall,
     locked: &'a [(StorageRef<'_>, &Layout)],
 ) -> Result<Inputs<'a>> {

@@ -63,6 +63,7 @@ mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_cuda.rs"]
 mod cuda;
+mod direct;
 mod error;
 mod functions;
 #[cfg(feature = "cuda")]

@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result,
 
 use crate::error::{Error, refused};
 use crate::problem::{Gradients, Posed};
-use crate::{cpu, cuda};
+use crate::{cpu, cuda, direct};
 
 /// O, and LSE where it was asked for.
 pub(crate) fn apply(
@@ -130,7 +130,9 @@ impl Pass {
         if inputs[0].device().is_cpu() {
             cpu::backward(&self.posed, inputs, [out, lse, dout], dlse)
         } else {
-            cuda::backward(&self.posed, inputs, [out, lse, dout], dlse)
+            direct::backward(&self.posed, inputs[0].device(), |posed| {
+                cuda::backward(posed, inputs, [out, lse, dout], dlse)
+            })
         }
     }
 }

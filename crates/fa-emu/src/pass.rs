@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::fmt::Write;
 
 use fa_core::{Dtype, Problem, Strides, TensorLayout};
-use fa_kernels::launch::{Launches, Params, Shape, Step, TensorMap};
+use fa_kernels::launch::{Launches, Shape, Step, TensorMap};
 use fa_planner::divide;
 use serde::Deserialize;
 
@@ -75,7 +75,7 @@ impl Unit {
         launches.check(&addresses)?;
         let session = self.machine.session(options, self.spec.kernel.pass().deterministic());
         memory.name_regions(&session, &launches);
-        let mut params = launches.params(&addresses);
+        let mut params = launches.argument(&addresses);
         let blocks_per_sm = self.spec.traits().blocks_per_sm;
         let maps: Vec<EmulatedMap> =
             launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.q)).collect();
@@ -83,7 +83,7 @@ impl Unit {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
                 Step::Plan(launch) | Step::Launch(launch) => {
-                    let mut arguments: Vec<*const c_void> = vec![raw(&mut params)];
+                    let mut arguments: Vec<*const c_void> = vec![params.raw().cast_const()];
                     if launch.takes_maps {
                         arguments.extend(maps.iter().map(|map| (&raw const *map).cast::<c_void>()));
                     }
@@ -258,10 +258,6 @@ fn same_line(a: &[Frame], b: &[Frame]) -> bool {
         (Some(a), Some(b)) => a.file == b.file && a.line == b.line,
         _ => false,
     }
-}
-
-fn raw(params: &mut Params) -> *const c_void {
-    params.raw().0.cast_const()
 }
 
 /// Elements and strides of every tensor, packed.

@@ -395,6 +395,11 @@ impl From<WriteError> for Error {
 }
 
 impl Error {
+    /// Whether it is the fault of one kernel, which does not compile or not cleanly: another may be taken.
+    pub fn is_of_kernel(&self) -> bool {
+        matches!(self, Error::Compile { .. } | Error::Refused { .. })
+    }
+
     pub(crate) fn driver(doing: &'static str, source: DriverError) -> Error {
         Error::Driver { doing, source }
     }

@@ -65,7 +65,7 @@ fn planned<S: Seat>(
             Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
             Ok(None) => {}
             // A plan's registers are a prediction: those of another family may be enough.
-            Err(error @ fa_kernels::Error::Refused { .. }) => {
+            Err(error) if error.is_of_kernel() => {
                 first_error.get_or_insert(error.into());
             }
             Err(error) => return Err(error.into()),

@@ -1,6 +1,7 @@
 //! Tests of what is chosen, remembered and measured, without a GPU.
 
-use fa_core::{Arch, ArchLimits, Dtype, Lengths, Mask, Problem};
+use fa_core::program::Program;
+use fa_core::{Arch, ArchLimits, Dtype, Lengths, Mask, Problem, ScoreMod};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use super::memory::{Choices, REMEMBERED};
@@ -145,6 +146,38 @@ fn bind(chooser: &Chooser, problem: &Problem, refused: Option<&KernelSpec>) -> R
         Ok(spec.clone())
     };
     chooser.choose(&Fake(bind), &Asked::of(problem, Pass::Forward), || false)
+}
+
+/// The four kernels that the native family has for the gradients of such a problem have one tile.
+#[test]
+fn kernels_that_do_not_compile_end_no_call_and_are_not_tried_again() {
+    let bias = Program::parse("array bias: f32[_, _, _, _]; score = s + bias[b, h, q, k];").expect("parsed");
+    let score = ScoreMod::NONE.with_program(Some(bias.intern().expect("room")));
+    let problem = PROBLEM.with_head_dims(80, 256).with_score(score);
+    let all = plan(&problem, Arch::Sm90, &PlanOptions::default().with_pass(Pass::BACKWARD)).expect("plans");
+    let native: Vec<KernelSpec> = all.into_iter().map(|plan| plan.spec).collect();
+    assert!(native.iter().all(|spec| spec.tile() == native[0].tile()), "{native:?}");
+    let tries = std::cell::RefCell::new(Vec::new());
+    let choose = |chooser: &Chooser, fails: &[KernelSpec]| {
+        tries.borrow_mut().clear();
+        let bind = |spec: &KernelSpec| {
+            tries.borrow_mut().push(spec.clone());
+            let (name, target) = (spec.to_string(), "sm_90a".to_owned());
+            match fails.contains(spec) {
+                true => Err(fa_kernels::Error::Compile { name, target, log: String::new(), log_file: None }),
+                false => Ok(spec.clone()),
+            }
+        };
+        chooser.choose(&Fake(bind), &Asked::of(&problem, Pass::BACKWARD), || false).expect("one compiles")
+    };
+    for failing in [1, native.len()] {
+        let chooser = Chooser::default();
+        let bound = choose(&chooser, &native[..failing]);
+        assert_eq!(native.get(failing).is_some_and(|next| bound == *next), failing == 1, "{bound}");
+        assert_eq!(tries.borrow().len(), failing + 1);
+        assert_eq!(choose(&chooser, &native[..failing]), bound);
+        assert_eq!(*tries.borrow(), [bound]);
+    }
 }
 
 /// The candidates' times: the bound kernel takes 1 ms, each further one a tenth less.

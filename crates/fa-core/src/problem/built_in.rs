@@ -6,7 +6,7 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use crate::program::{Interned, Program, Value};
 use crate::{Mask, Problem};
 
-/// What is left of programs without their mask, their score or both.
+/// What is left of programs without their mask's band, their score or both.
 type Left = HashMap<(Interned, bool, bool), Option<Interned>>;
 static LEFT: LazyLock<Mutex<Left>> = LazyLock::new(Mutex::default);
 
@@ -14,8 +14,9 @@ impl Problem {
     /// The same problem with as little of its program as it needs, with these values of the program's
     /// scalars: a mask that is a band (comparisons of `k - q`, or of `k - q - off`, with numbers, joined by
     /// `and`) and a score that is a soft cap (`c * tanh(s / c)`) become [`Problem::mask`] and
-    /// [`crate::ScoreMod::softcap`], which kernels have built in. A scalar without a value is none of the
-    /// numbers. What is left of the program, if anything, reads the same arrays and scalars.
+    /// [`crate::ScoreMod::softcap`], which kernels have built in. Of a band within chunks of keys
+    /// (`q // c == k // c`), as Llama 4 has them, the chunks stay a program, as that of `attention_chunk` is. A
+    /// scalar without a value is none of the numbers. What is left of the program, if anything, reads the same arrays and scalars.
     ///
     /// ```
     /// use fa_core::program::Program;
@@ -112,6 +113,9 @@ mod tests {
         assert_eq!((ahead.mask.limits(), ahead.score), ([None, Some(2)], ScoreMod::NONE));
         let all = problem("k >= 0").with_mods_built_in(&[]);
         assert_eq!((all.mask, all.score), (Mask::FULL, ScoreMod::NONE));
+        let chunk = problem("k <= q and q - q % 8 <= k").with_lengths(Lengths::uniform(2, 40, 40));
+        let posed = chunk.with_mods_built_in(&[]);
+        assert_eq!((posed.mask, posed.score), (Mask::CAUSAL, problem("q - q % 8 <= k").score));
         // The value of a scalar decides.
         assert_eq!(whole.with_mods_built_in(&[]), whole);
         let alone = problem("array unused: f32[_] grad; mask = k <= q + off and 0.0 * unused[k] == 0.0;");
@@ -128,7 +132,8 @@ mod tests {
         let narrowed = early.with_mask(Mask::CAUSAL);
         let hidden_diagonal = problem("k < q + off");
         let more_keys = early.with_lengths(Lengths::uniform(2, 40, 100));
-        for own in [alibi, varied, off, narrowed, hidden_diagonal, more_keys] {
+        let chunks = problem("k <= q and (q + off) // 8 == k // 8");
+        for own in [chunks, alibi, varied, off, narrowed, hidden_diagonal, more_keys] {
             assert_eq!(own.with_mods_built_in(&[]), own);
         }
         let capped = problem("8.0 * tanh(s / 8.0)");

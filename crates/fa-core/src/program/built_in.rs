@@ -5,7 +5,7 @@ use super::graph::Graph;
 use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::ops::Value;
 use super::types::{Type, Var};
-use super::whole::{Program, Results, copied};
+use super::whole::{Program, Results, copied_nodes};
 use crate::Mask;
 
 /// A mask that sees the keys from `low` to `high` places right of a query's diagonal, `None` for no limit.
@@ -93,18 +93,28 @@ impl Program {
     }
 
     /// The band where the mask is one, with these values of the scalars: comparisons of `k - q`, or of
-    /// `k - q - off`, with numbers, joined by `and`.
+    /// `k - q - off`, with numbers, joined by `and`. One of chunks is a band beside them
+    /// ([`Program::in_chunks`]).
     pub(crate) fn band(&self, scalars: &[Value]) -> Option<Band> {
         let mut band: Option<Band> = None;
+        let mut in_chunks = false;
         let mut waiting = vec![self.mask()?];
         for _ in 0..MOST_COMPARED {
             let Some(id) = waiting.pop() else {
-                // Every key, whatever the diagonal.
-                return Some(band.unwrap_or(Band { aligned: true, ..Band::default() }));
+                return match (band, in_chunks) {
+                    (Some(band), _) => Some(band),
+                    // Every key, whatever the diagonal.
+                    (None, false) => Some(Band { aligned: true, ..Band::default() }),
+                    (None, true) => None,
+                };
             };
             let Node::Binary(op, a, b) = self.node(id) else { return None };
             if op == Binary::And {
                 waiting.extend([a, b]);
+                continue;
+            }
+            if self.is_chunk(id) {
+                in_chunks = true;
                 continue;
             }
             if !matches!(op, Binary::Lt | Binary::Le) || self.ty(a) != Type::I32 {
@@ -124,10 +134,66 @@ impl Program {
         None
     }
 
-    /// Whether results other than the mask name `off`.
+    /// The parts of the mask that say which chunk of keys a query sees, joined by `and` with the others.
+    fn in_chunks(&self) -> Vec<NodeId> {
+        let (mut found, mut waiting) = (Vec::new(), Vec::from_iter(self.mask()));
+        while let Some(id) = waiting.pop() {
+            if let Node::Binary(Binary::And, a, b) = self.node(id) {
+                waiting.extend([b, a]);
+            } else if self.is_chunk(id) {
+                found.push(id);
+            }
+        }
+        found
+    }
+
+    /// Whether a truth value is that a key lies in a query's chunk, or not before it: `q // c == k // c`,
+    /// `q // c <= k // c`, `q - q % c <= k` or `q // c * c <= k`, also of `q + off` in place of `q`.
+    fn is_chunk(&self, id: NodeId) -> bool {
+        let Node::Binary(op @ (Binary::Eq | Binary::Le), a, b) = self.node(id) else { return false };
+        if let (Some((x, size)), Some((y, other))) = (self.chunk(a), self.chunk(b)) {
+            let swapped = op == Binary::Eq && self.is_key(x) && self.is_query(y);
+            return size == other && (swapped || self.is_query(x) && self.is_key(y));
+        }
+        op == Binary::Le && self.begins_chunk(a) && self.is_key(b)
+    }
+
+    /// Of `x // c` both.
+    fn chunk(&self, id: NodeId) -> Option<(NodeId, NodeId)> {
+        let Node::Binary(Binary::FloorDiv, x, size) = self.node(id) else { return None };
+        self.is_number(size).then_some((x, size))
+    }
+
+    fn begins_chunk(&self, id: NodeId) -> bool {
+        if let Node::Binary(Binary::Mul, a, b) = self.node(id) {
+            let of = |x, y| self.chunk(x).is_some_and(|(x, size)| self.is_query(x) && size == y);
+            return of(a, b) || of(b, a);
+        }
+        let Node::Binary(Binary::Sub, x, rest) = self.node(id) else { return false };
+        let Node::Binary(Binary::FloorMod, of, size) = self.node(rest) else { return false };
+        x == of && self.is_query(x) && self.is_number(size)
+    }
+
+    fn is_query(&self, id: NodeId) -> bool {
+        let is = |x: NodeId, var| self.node(x) == Node::Var(var);
+        if let Node::Binary(Binary::Add, a, b) = self.node(id) {
+            return is(a, Var::Q) && is(b, Var::Off) || is(a, Var::Off) && is(b, Var::Q);
+        }
+        is(id, Var::Q)
+    }
+
+    fn is_key(&self, id: NodeId) -> bool {
+        self.node(id) == Node::Var(Var::K)
+    }
+
+    fn is_number(&self, id: NodeId) -> bool {
+        matches!(self.node(id), Node::Const(_) | Node::Scalar(_))
+    }
+
+    /// Whether results that stay beside a band name `off`.
     pub(crate) fn counts_from_diagonal(&self) -> bool {
         let mut needed = vec![false; self.nodes().len()];
-        for root in [self.score(), self.weight()].into_iter().flatten() {
+        for root in [self.score(), self.weight()].into_iter().flatten().chain(self.in_chunks()) {
             needed[root.index()] = true;
         }
         (0..needed.len()).rev().any(|index| {
@@ -139,20 +205,25 @@ impl Program {
         })
     }
 
-    /// The same without its mask, its score or both, with the same arrays and scalars; `None` where nothing
-    /// is left.
+    /// The same without the band of its mask, its score or both, with the same arrays and scalars; `None`
+    /// where nothing is left.
     ///
     /// # Errors
     /// The limits, which the whole program is within.
-    pub(crate) fn without(&self, mask: bool, score: bool) -> Result<Option<Program>, ProgramError> {
+    pub(crate) fn without(&self, band: bool, score: bool) -> Result<Option<Program>, ProgramError> {
         let made = || {
             let mut graph = Graph::new(self.arrays().to_vec(), self.scalars().to_vec());
-            let s = graph.var(Var::S)?;
-            let own = copied(self, &mut graph, s)?;
+            // The score is itself in the copy.
+            let places = copied_nodes(self, &mut graph, |_, _| None)?;
+            let at = |x: NodeId| places[x.index()];
+            let mut mask = self.mask().map(at).filter(|_| !band);
+            for chunk in self.in_chunks().into_iter().filter(|_| band).map(at) {
+                mask = Some(mask.map_or(Ok(chunk), |mask| graph.binary(Binary::And, mask, chunk))?);
+            }
             let left = Results {
-                mask: own.mask.filter(|_| !mask),
-                score: own.score.filter(|_| !score),
-                weight: own.weight,
+                mask,
+                score: self.score().map(at).filter(|_| !score),
+                weight: self.weight().map(at),
             };
             if left.mask.or(left.score).or(left.weight).is_none() {
                 return Ok(None);
@@ -330,6 +401,46 @@ mod tests {
     }
 
     #[test]
+    fn bands_of_chunks_leave_the_chunks() {
+        let scalars = [Value::I32(7)];
+        for (text, left) in [
+            ("q // 7 == k // 7 and k <= q", "q // 7 == k // 7"),
+            ("k <= q and k // 7 == q // 7", "k // 7 == q // 7"),
+            ("k <= q + off and (q + off) // 7 == k // 7", "(q + off) // 7 == k // 7"),
+            ("(q - q % 7) <= k and k <= q", "q - q % 7 <= k"),
+            ("k >= q // 7 * 7 and q >= k and q - k < 5", "q // 7 * 7 <= k"),
+            ("q // 7 <= k // 7 and k <= q", "q // 7 <= k // 7"),
+            ("scalar c: i32; mask = q // c == k // c and k <= q;", "scalar c: i32; mask = q // c == k // c;"),
+            ("k <= q and q // 7 == k // 7 and q // 8 == k // 8", "q // 7 == k // 7 and q // 8 == k // 8"),
+        ] {
+            let program = parsed(text);
+            let own = &scalars[..program.scalars().len()];
+            let mask = mask_of(program.band(own).unwrap(), 40, 40).unwrap();
+            let rest = program.without(true, false).unwrap().unwrap();
+            assert_eq!(rest, parsed(left), "{text}");
+            let inputs = Inputs::new(&program, Vec::new(), own.to_vec()).unwrap();
+            for (q, k) in (0..40).flat_map(|q| (0..40).map(move |k| (q, k))) {
+                let at = Point { q, k, sq: 40, sk: 40, ..Point::default() };
+                let sees = |own: &Program| own.eval(&inputs, &at, Precision::F64).visible;
+                let seen = mask.visible(q as usize, k as usize, 40, 40) && sees(&rest);
+                assert_eq!(seen, sees(&program), "{text}: query {q}, key {k}");
+            }
+        }
+        for text in [
+            "q // 7 == k // 7",
+            "q // 7 == k // 8 and k <= q",
+            "k // 7 <= q // 7 and k <= q",
+            "q // 7 != k // 7 and k <= q",
+            "q - q % 7 <= k - 1 and k <= q",
+            "q - k % 7 <= k and k <= q",
+            "(q + 1) // 7 == k // 7 and k <= q",
+            "(q // 7 == k // 7 or k < 3) and k <= q",
+        ] {
+            assert!(parsed(text).band(&[]).is_none(), "{text}");
+        }
+    }
+
+    #[test]
     fn what_is_left_keeps_its_arrays() {
         let text = "array a: f32[_]; scalar c: f32; mask = k <= q and a[k] > 0.0; score = c * tanh(s / c);";
         let program = parsed(text);
@@ -339,5 +450,6 @@ mod tests {
         assert!(program.without(true, true).unwrap().is_none());
         assert!(parsed("mask = k <= q; score = s + f32(off);").counts_from_diagonal());
         assert!(!parsed("mask = k <= q + off; score = s + 1.0;").counts_from_diagonal());
+        assert!(parsed("k <= q and (q + off) // 4 == k // 4").counts_from_diagonal());
     }
 }

@@ -19,6 +19,13 @@ pub struct Direct {
     pub axes: Vec<Var>,
 }
 
+impl Direct {
+    /// The array of `program`, which it was made of, that the load reads.
+    pub fn array(&self, program: &Program) -> Option<usize> {
+        if let Node::Load(array, _) = program.nodes()[self.load.index()] { Some(array.into()) } else { None }
+    }
+}
+
 impl Program {
     /// Whether the gradient of an array is summed where the scores are: the array is read once, at `b`, `h`
     /// or `hk`, `q` and `k`, each at most once.
@@ -186,7 +193,7 @@ mod tests {
     fn indices_that_follow_the_score_and_too_many_arrays_are_refused() {
         let error = of("array t: f32[_] grad; score = s + t[i32(s)];").with_direct_gradients().unwrap_err();
         assert!(error.to_string().contains("follows the score"), "{error}");
-        let loads: Vec<_> = (0..9).map(|at| format!("t[q - k + {at}]")).collect();
+        let loads: Vec<_> = (0..=MAX_ARRAYS).map(|at| format!("t[q - k + {at}]")).collect();
         let text = format!("array t: f32[_] grad; score = s + {};", loads.join(" + "));
         let error = of(&text).with_direct_gradients().unwrap_err();
         assert!(error.to_string().contains("arrays"), "{error}");

@@ -4,7 +4,7 @@
 pub const MAX_NODES: usize = 256;
 
 /// The most arrays of a program.
-pub const MAX_ARRAYS: usize = 8;
+pub const MAX_ARRAYS: usize = 16;
 
 /// The most run-time scalars of a program.
 pub const MAX_SCALARS: usize = 8;

@@ -224,6 +224,17 @@ pub(super) fn copied_but(
     graph: &mut Graph,
     replaced: impl Fn(NodeId, Node) -> Option<NodeId>,
 ) -> Result<Results, ProgramProblem> {
+    let places = copied_nodes(program, graph, replaced)?;
+    let at = |x: NodeId| places[x.index()];
+    Ok(Results { mask: program.mask.map(at), score: program.score.map(at), weight: program.weight.map(at) })
+}
+
+/// The nodes of `graph` that are `program`'s own, as [`copied_but`] makes them.
+pub(super) fn copied_nodes(
+    program: &Program,
+    graph: &mut Graph,
+    replaced: impl Fn(NodeId, Node) -> Option<NodeId>,
+) -> Result<Vec<NodeId>, ProgramProblem> {
     let mut places: Vec<NodeId> = Vec::with_capacity(program.own);
     for (id, node) in program.own() {
         let at = |x: NodeId| places[x.index()];
@@ -250,8 +261,7 @@ pub(super) fn copied_but(
             Node::Select(c, a, b) => graph.select(at(c), at(a), at(b))?,
         });
     }
-    let at = |x: NodeId| places[x.index()];
-    Ok(Results { mask: program.mask.map(at), score: program.score.map(at), weight: program.weight.map(at) })
+    Ok(places)
 }
 
 /// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A

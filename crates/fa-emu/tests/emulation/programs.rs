@@ -12,7 +12,7 @@ use crate::emulator;
 use crate::mods::KERNELS;
 
 /// A program, and the mask that it is combined with.
-const PROGRAMS: [(&str, &str); 8] = [
+const PROGRAMS: [(&str, &str); 9] = [
     ("full", "mask = (q - k) % 4 == 0 or k < 3;"),
     (
         "causal",
@@ -30,6 +30,15 @@ const PROGRAMS: [(&str, &str); 8] = [
     (
         "window",
         "array keep: bool[_, _, _]; array t: f16[_, _]; mask = keep[b, h, k]; score = s + t[h, q - k + 16];",
+    ),
+    // More arrays than most programs have.
+    (
+        "causal",
+        "array aa: f32[_] grad; array ab: f32[_]; array ac: f32[_, _] grad; array ad: i32[_]; array ae: f32[_]; \
+         array af: f32[_]; array ag: f32[_, _]; array ah: u8[_]; array ai: f32[_, _] grad; array aj: f16[_]; \
+         array keep: bool[_, _]; scalar cap: f32; mask = keep[b, k] or ad[q] < 3; \
+         score = s * (1.0 + 0.1 * aa[h]) + ab[k] + ac[b, q] * ae[h] + af[q] + ag[h, k] + ai[h, k] \
+         + aj[q - k + 16] + 0.01 * f32(ah[k]) + cap;",
     ),
 ];
 

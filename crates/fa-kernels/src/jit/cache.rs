@@ -44,7 +44,14 @@ const STALE: Duration = Duration::from_secs(3600);
 pub struct Cache {
     root: Option<PathBuf>,
     limit: u64,
-    memory: Mutex<HashMap<String, Arc<Compiled>>>,
+    memory: Mutex<HashMap<String, Known>>,
+}
+
+/// What a process knows of a key: the kernel, or that it does not compile.
+#[derive(Clone, Debug)]
+enum Known {
+    Kernel(Arc<Compiled>),
+    Failed { log: String, log_file: Option<PathBuf> },
 }
 
 /// The contents of `entry.json`.
@@ -123,19 +130,25 @@ impl Cache {
     ) -> Result<Arc<Compiled>, Error> {
         // Refused code is cached too: a plan that spills is skipped at once the next time.
         let remembered = self.memory().get(&key).cloned();
-        let kernel = match remembered {
-            Some(kernel) => kernel,
+        let known = match remembered {
+            Some(known) => known,
             None => {
-                let kernel = match self.read(&key)? {
-                    Some(kernel) => kernel,
+                let known = match self.read(&key)? {
+                    Some(kernel) => Known::Kernel(Arc::new(kernel)),
                     None => {
                         let flags = compiler.flags(&source.target);
                         self.compile(&key, compiler, (name, flags), spec, source)?
                     }
                 };
-                let kernel = Arc::new(kernel);
-                self.memory().insert(key.clone(), kernel.clone());
-                kernel
+                self.memory().insert(key.clone(), known.clone());
+                known
+            }
+        };
+        let kernel = match known {
+            Known::Kernel(kernel) => kernel,
+            Known::Failed { log, log_file } => {
+                let (name, target) = (spec.name.to_owned(), source.target.clone());
+                return Err(Error::Compile { name, target, log, log_file });
             }
         };
         match kernel.report.fault_beyond(source.spills_allowed()) {
@@ -227,7 +240,8 @@ impl Cache {
         self.len() == 0
     }
 
-    /// Compiles a source and stores the result: the kernel, or the log of the errors.
+    /// Compiles a source and stores the result: the kernel, or the log of the errors, which is read by nothing
+    /// but people: only this process knows that it does not compile.
     fn compile(
         &self,
         key: &str,
@@ -235,7 +249,7 @@ impl Cache {
         (name, flags): (String, Vec<String>),
         spec: &Named<'_>,
         source: &Source,
-    ) -> Result<Compiled, Error> {
+    ) -> Result<Known, Error> {
         tracing::info!(spec = spec.name, target = source.target, compiler = name, "compiling");
         match compiler.compile(source) {
             Ok(mut compiled) => {
@@ -246,12 +260,11 @@ impl Cache {
                 let cubin_sha256 = hash(&[&compiled.cubin]);
                 let entry = Entry { compiler: name, flags, cubin_sha256, report: compiled.report.clone() };
                 self.write(key, spec, source, &compiled.log, Some((&entry, &compiled.cubin)));
-                Ok(compiled)
+                Ok(Known::Kernel(Arc::new(compiled)))
             }
             Err(CompileFailure::Log(log)) => {
                 let log_file = self.write(&format!("failed-{key}"), spec, source, &log, None);
-                let (name, target) = (spec.name.to_owned(), source.target.clone());
-                Err(Error::Compile { name, target, log, log_file })
+                Ok(Known::Failed { log, log_file })
             }
             Err(CompileFailure::Compiler(error)) => Err(error),
         }
@@ -404,8 +417,8 @@ impl Cache {
         Ok(named(version))
     }
 
-    fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<String, Arc<Compiled>>> {
-        // The map holds finished kernels only, so it is valid even if another thread panicked.
+    fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<String, Known>> {
+        // The map holds finished results only, so it is valid even if another thread panicked.
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -36,7 +36,7 @@ pub fn generated() -> Vec<Generated> {
             text: launch_params_cuh("a backward", vec![BwdParams::declaration()]),
         },
         Generated {
-            path: "program_params.cuh",
+            path: PROGRAM_PARAMS,
             text: launch_params_cuh("programs", program_params::declarations()),
         },
         Generated {
@@ -60,6 +60,14 @@ pub fn generated() -> Vec<Generated> {
             text: launch_params_cuh("the dropout kernel", vec![DropoutParams::declaration()]),
         },
     ]
+}
+
+/// The header of the parameters of programs.
+pub(crate) const PROGRAM_PARAMS: &str = "program_params.cuh";
+
+/// Its text in kernels whose programs read more arrays than most.
+pub(crate) fn params_of_many_arrays() -> String {
+    launch_params_cuh("programs", program_params::declarations_of_many())
 }
 
 const NOTE: &str = "// Written by `cargo xtask codegen` from the Rust types; do not edit.";

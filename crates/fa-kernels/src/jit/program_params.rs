@@ -7,8 +7,11 @@ use crate::jit::declare::{
     ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
 };
 
-/// Arrays, and scalars, that the programs of a kernel may read together.
-pub const MAX_ARRAYS: usize = 8;
+/// Arrays that the programs of a kernel may read together.
+pub const MAX_ARRAYS: usize = fa_core::program::MAX_ARRAYS;
+
+/// Arrays of the programs of most kernels. Those of more have parameters of their own, [`ManyArrays`].
+pub const FEW_ARRAYS: usize = 8;
 
 param_struct! {
     /// An array that a program reads.
@@ -66,24 +69,47 @@ param_struct! {
     }
 }
 
+param_struct! {
+    /// [`ArrayGradientParams`] of a program of more than [`FEW_ARRAYS`] arrays.
+    pub struct ManyGradientParams {
+        /// Of each array, packed in f32; null for none.
+        pub to: [MutF32Ptr; 16],
+    }
+}
+
+param_struct! {
+    /// [`ProgramParams`] of a program of more than [`FEW_ARRAYS`] arrays.
+    pub struct ManyProgramParams {
+        /// In the order of the program's declarations.
+        pub arrays: [ProgramArray; 16],
+        /// The scalars, by their bits.
+        pub scalars: [u32; 8],
+        /// The mask's offset, which `off` counts in.
+        pub offset: i32,
+    }
+}
+
 /// The parameters of a launch, with those of its program and of its cache behind them. Kernels without a
 /// program read the first only, kernels of codes of 8 bits all.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
-pub struct WithPrograms<P> {
+pub struct WithPrograms<P, A = ProgramParams, G = ArrayGradientParams> {
     /// Of the launch.
     pub params: P,
     /// Of its program.
-    pub program: ProgramParams,
+    pub program: A,
     /// Of the map of the program's mask.
     pub map: BlockMapParams,
     /// Of its arrays' gradients.
-    pub gradients: ArrayGradientParams,
+    pub gradients: G,
     /// Of 8-bit tensors; forward only.
     pub cache: CacheParams,
 }
 
-impl<P> Deref for WithPrograms<P> {
+/// The same of a kernel whose program reads more than [`FEW_ARRAYS`] arrays.
+pub type ManyArrays<P> = WithPrograms<P, ManyProgramParams, ManyGradientParams>;
+
+impl<P, A, G> Deref for WithPrograms<P, A, G> {
     type Target = P;
 
     fn deref(&self) -> &P {
@@ -91,7 +117,7 @@ impl<P> Deref for WithPrograms<P> {
     }
 }
 
-impl<P> DerefMut for WithPrograms<P> {
+impl<P, A, G> DerefMut for WithPrograms<P, A, G> {
     fn deref_mut(&mut self) -> &mut P {
         &mut self.params
     }
@@ -105,4 +131,19 @@ pub(crate) fn declarations() -> Vec<ParamStruct> {
         ArrayGradientParams::declaration(),
         ProgramParams::declaration(),
     ]
+}
+
+/// The same for kernels whose programs read more than [`FEW_ARRAYS`] arrays.
+pub(crate) fn declarations_of_many() -> Vec<ParamStruct> {
+    let few = declarations();
+    let many = [
+        ProgramArray::declaration(),
+        BlockMapParams::declaration(),
+        ManyGradientParams::declaration(),
+        ManyProgramParams::declaration(),
+    ];
+    // By the names and with the comments that the kernels' sources have.
+    let named =
+        |(few, many): (ParamStruct, ParamStruct)| ParamStruct { name: few.name, doc: few.doc, ..many };
+    few.into_iter().zip(many).map(named).collect()
 }

@@ -16,6 +16,11 @@ pub struct Report {
     pub spill_stores: u32,
     /// Bytes loaded by spills, all functions together.
     pub spill_loads: u32,
+    /// Bytes stored or loaded by spills of an entry that sums an array's gradient, which are not among the
+    /// others, as its registers are not: its tile is the same beside every kernel, so that no other kernel
+    /// relieves it.
+    #[serde(default)]
+    pub spills_of_sums: u32,
     /// Bytes of static shared memory.
     pub static_smem: u32,
     /// Named barriers.
@@ -43,6 +48,13 @@ pub enum Fault {
     NoResources,
 }
 
+/// The first part of the names of entries that sum an array's gradient.
+const SUMS: &str = "fa_array_gradient";
+
+/// Bytes that such an entry may store, and load, by spills. At head dims whose sum is 320 and more it loads up
+/// to 460, a word for each of the products of a tile of 64 rows.
+const MOST_OF_SUMS: u32 = 1024;
+
 /// ptxas codes for lost wgmma performance: wgmma serialised across function boundaries (C7510), for want of
 /// registers (C7511, C7512), for operands or accumulators touched inside a stage (C7513 to C7515); setmaxnreg
 /// ignored (C7508).
@@ -52,15 +64,25 @@ impl Report {
     /// Reads a log of NVRTC or nvcc made with `--ptxas-options=-v`; `None` when it holds no resource lines.
     pub fn parse(log: &str) -> Option<Report> {
         let mut report = Report::default();
-        let mut seen = false;
+        let (mut seen, mut is_sum) = (false, false);
         for line in log.lines() {
-            if line.contains("bytes stack frame") {
+            if let Some((_, name)) = line.split_once("Compiling entry function '") {
+                is_sum = name.starts_with(SUMS);
+            } else if line.contains("bytes stack frame") {
                 report.stack = report.stack.max(number_before(line, " bytes stack frame").unwrap_or(0));
-                report.spill_stores += number_before(line, " bytes spill stores").unwrap_or(0);
-                report.spill_loads += number_before(line, " bytes spill loads").unwrap_or(0);
+                let [stores, loads] = [" bytes spill stores", " bytes spill loads"]
+                    .map(|suffix| number_before(line, suffix).unwrap_or(0));
+                if is_sum {
+                    report.spills_of_sums = report.spills_of_sums.max(stores).max(loads);
+                } else {
+                    report.spill_stores += stores;
+                    report.spill_loads += loads;
+                }
             } else if let Some(registers) = number_before(line, " registers") {
                 seen = true;
-                report.registers = report.registers.max(registers);
+                if !is_sum {
+                    report.registers = report.registers.max(registers);
+                }
                 report.barriers = number_before(line, " barriers").unwrap_or(0);
                 report.static_smem = number_before(line, " bytes smem").unwrap_or(0);
             } else if is_warning(line) {
@@ -74,7 +96,17 @@ impl Report {
     pub(crate) fn of_all<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Report {
         let mut all = Report::default();
         for own in reports {
-            let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings } = own;
+            let Report {
+                registers,
+                stack,
+                spill_stores,
+                spill_loads,
+                spills_of_sums,
+                static_smem,
+                barriers,
+                warnings,
+            } = own;
+            all.spills_of_sums = all.spills_of_sums.max(*spills_of_sums);
             all.registers = all.registers.max(*registers);
             all.stack = all.stack.max(*stack);
             all.spill_stores += spill_stores;
@@ -97,6 +129,9 @@ impl Report {
         if let Some(warning) = self.warnings.iter().find(forbidden) {
             return Some(Fault::Forbidden { warning: warning.clone() });
         }
+        if self.spills_of_sums > MOST_OF_SUMS {
+            return Some(Fault::Spills { stores: self.spills_of_sums, loads: self.spills_of_sums });
+        }
         (self.spill_stores > spilled || self.spill_loads > spilled)
             .then_some(Fault::Spills { stores: self.spill_stores, loads: self.spill_loads })
     }
@@ -116,7 +151,8 @@ fn number_before(line: &str, suffix: &str) -> Option<u32> {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings } = self;
+        let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings, .. } =
+            self;
         write!(
             f,
             "{registers} registers, {barriers} barriers, {stack} B stack, {spill_stores} B spill stores, "
@@ -162,6 +198,7 @@ mod tests {
             stack: 616,
             spill_stores: 720,
             spill_loads: 724,
+            spills_of_sums: 0,
             static_smem: 1024,
             barriers: 1,
             warnings: vec![],
@@ -179,6 +216,26 @@ mod tests {
         let report = Report::parse(log).unwrap();
         assert_eq!(report.warnings.len(), 2);
         assert!(matches!(report.fault(), Some(Fault::Forbidden { warning }) if warning.contains("C7508")));
+    }
+
+    #[test]
+    fn what_sums_an_arrays_gradient_may_spill_more_than_the_kernel_beside_it() {
+        let log = |of_sums: u32, of_kernel: u32| {
+            let entry = |name: &str, registers: u32, spilled: u32| {
+                format!(
+                    "ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n\
+                     ptxas         .     40 bytes stack frame, 48 bytes spill stores, {spilled} bytes spill loads\n\
+                     ptxas info    : Used {registers} registers, used 1 barriers\n"
+                )
+            };
+            let all = [entry("fa_array_gradient_0", 255, of_sums), entry("fa_kernel", 168, of_kernel)];
+            Report::parse(&all.concat()).unwrap()
+        };
+        let report = log(332, 60);
+        assert_eq!((report.registers, report.spill_loads, report.spills_of_sums), (168, 60, 332));
+        assert_eq!(report.fault_beyond(64), None);
+        assert_eq!(log(332, 72).fault_beyond(64), Some(Fault::Spills { stores: 48, loads: 72 }));
+        assert!(matches!(log(1028, 60).fault_beyond(64), Some(Fault::Spills { .. })));
     }
 
     #[test]

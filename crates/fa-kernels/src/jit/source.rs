@@ -9,9 +9,11 @@ use fa_core::{Arch, Family, Kernel, KernelSpec, Traits, program};
 
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::code;
+use crate::jit::codegen::{PROGRAM_PARAMS, params_of_many_arrays};
 use crate::jit::config;
 use crate::jit::hash::hash;
 use crate::jit::headers::Includes;
+use crate::jit::program_params::{FEW_ARRAYS, MAX_ARRAYS};
 use crate::{Error, Headers};
 
 /// The name of every unit's main entry function.
@@ -115,7 +117,7 @@ pub(crate) fn mask_bits_threads(spec: &KernelSpec) -> Option<u32> {
 
 /// The entries of a backward whose program reads arrays that want gradients, one for each of
 /// [`program::Program::gradients`].
-pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
+pub(crate) const ARRAY_GRADIENTS: [&str; MAX_ARRAYS] = [
     "fa_array_gradient_0",
     "fa_array_gradient_1",
     "fa_array_gradient_2",
@@ -124,6 +126,14 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
     "fa_array_gradient_5",
     "fa_array_gradient_6",
     "fa_array_gradient_7",
+    "fa_array_gradient_8",
+    "fa_array_gradient_9",
+    "fa_array_gradient_10",
+    "fa_array_gradient_11",
+    "fa_array_gradient_12",
+    "fa_array_gradient_13",
+    "fa_array_gradient_14",
+    "fa_array_gradient_15",
 ];
 
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
@@ -274,7 +284,10 @@ impl Source {
         arch: Arch,
         headers: &Headers,
     ) -> Result<Vec<Source>, Error> {
-        let own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
+        let mut own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
+        if spec.score.program.is_some_and(|program| program.arrays().len() > FEW_ARRAYS) {
+            own = own.map(|own| own.with(PROGRAM_PARAMS, params_of_many_arrays()));
+        }
         let headers = own.as_ref().unwrap_or(headers);
         let mut known = Includes::new();
         let source = |unit: String| -> Result<Source, Error> {

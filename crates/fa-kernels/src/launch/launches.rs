@@ -14,7 +14,9 @@ use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
 };
-use crate::jit::program_params::{ArrayGradientParams, BlockMapParams, ProgramParams, WithPrograms};
+use crate::jit::program_params::{
+    ArrayGradientParams, BlockMapParams, FEW_ARRAYS, ManyArrays, ProgramParams, WithPrograms,
+};
 use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
@@ -37,19 +39,34 @@ pub enum Params {
 }
 
 impl Params {
-    /// Their address and size in bytes, as a launch takes them.
-    pub fn raw(&mut self) -> (*mut std::ffi::c_void, usize) {
-        match self {
-            Params::Forward(params) => ((&raw mut *params).cast(), size_of_val(params)),
-            Params::Backward(params) => ((&raw mut *params).cast(), size_of_val(params)),
-        }
-    }
-
     /// The parameters of the program, and of its mask's map.
     pub fn program(&self) -> (&ProgramParams, &BlockMapParams) {
         match self {
             Params::Forward(own) => (&own.program, &own.map),
             Params::Backward(own) => (&own.program, &own.map),
+        }
+    }
+}
+
+/// A kernel's parameters as its launches take them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Argument {
+    /// Of a kernel without a program, or whose program reads as many arrays as most.
+    Few(Params),
+    /// Of a forward whose program reads more.
+    ManyForward(ManyArrays<FwdParams>),
+    /// Of a backward whose program reads more.
+    ManyBackward(ManyArrays<BwdParams>),
+}
+
+impl Argument {
+    /// Their address.
+    pub fn raw(&mut self) -> *mut std::ffi::c_void {
+        match self {
+            Argument::Few(Params::Forward(params)) => (&raw mut *params).cast(),
+            Argument::Few(Params::Backward(params)) => (&raw mut *params).cast(),
+            Argument::ManyForward(params) => (&raw mut *params).cast(),
+            Argument::ManyBackward(params) => (&raw mut *params).cast(),
         }
     }
 }
@@ -353,6 +370,24 @@ impl Launches {
                 let gradients = at.extras.program.unwrap_or_default().gradients();
                 let cache = own.cache;
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
+            }
+        }
+    }
+
+    /// What a call's launches take.
+    pub fn argument(&self, at: &Addresses) -> Argument {
+        let params = self.params(at);
+        if self.program.is_none_or(|program| program.arrays().len() <= FEW_ARRAYS) {
+            return Argument::Few(params);
+        }
+        let given = at.extras.program.unwrap_or_default();
+        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
+        match params {
+            Params::Forward(WithPrograms { params, map, cache, .. }) => {
+                Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })
+            }
+            Params::Backward(WithPrograms { params, map, cache, .. }) => {
+                Argument::ManyBackward(ManyArrays { params, program, map, gradients, cache })
             }
         }
     }

@@ -28,7 +28,7 @@ mod workspace;
 pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use dropout::{BoundDropout, DropoutLaunch, RawKept};
-pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
+pub use launches::{Addresses, Argument, Launch, Launches, Params, Step, Tensor};
 pub use merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use raw_program::{RawArray, RawProgram};
 pub use tma::{MapShape, TensorMap};

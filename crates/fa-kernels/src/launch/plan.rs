@@ -91,11 +91,11 @@ unsafe fn enqueue_plan(
     let strides = shapes.map(|shape| TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim));
     let tensors: Vec<RawTensor> = strides.map(|strides| RawTensor { address: 0, strides }).collect();
     let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: *extras };
-    let mut params = launches.params(&at);
+    let mut params = launches.argument(&at);
     for step in &launches.steps {
         if let Step::Plan(launch) = step {
             // SAFETY: the plan's entry takes the parameters alone; the caller vouches for the addresses.
-            unsafe { kernel.launch(stream, launch, &mut [params.raw().0])? }
+            unsafe { kernel.launch(stream, launch, &mut [params.raw()])? }
         }
     }
     Ok(())

@@ -5,7 +5,9 @@ use fa_core::program::Interned;
 use crate::Error;
 use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::declare::{ConstPtr, MutF32Ptr};
-use crate::jit::program_params::{ArrayGradientParams, MAX_ARRAYS, ProgramArray, ProgramParams};
+use crate::jit::program_params::{
+    ArrayGradientParams, MAX_ARRAYS, ManyGradientParams, ManyProgramParams, ProgramArray, ProgramParams,
+};
 use crate::launch::checks::check_address;
 
 /// An array of a program in device memory.
@@ -32,18 +34,32 @@ pub struct RawProgram {
 
 impl RawProgram {
     pub(crate) fn gradients(&self) -> ArrayGradientParams {
-        ArrayGradientParams { to: self.gradients.map(MutF32Ptr) }
+        ArrayGradientParams { to: self.rooms() }
+    }
+
+    pub(crate) fn many_gradients(&self) -> ManyGradientParams {
+        ManyGradientParams { to: self.rooms() }
+    }
+
+    fn rooms<const N: usize>(&self) -> [MutF32Ptr; N] {
+        std::array::from_fn(|slot| MutF32Ptr(self.gradients[slot]))
     }
 
     /// Their parameters, with the offset of the mask that the program joins.
     pub(crate) fn params(&self, offset: i32) -> ProgramParams {
-        let array = |RawArray { address, strides, extents }| ProgramArray {
-            data: ConstPtr(address),
-            strides,
-            extents,
-        };
-        let RawProgram { arrays, scalars, .. } = *self;
-        ProgramParams { arrays: arrays.map(array), scalars, offset }
+        ProgramParams { arrays: self.placed(), scalars: self.scalars, offset }
+    }
+
+    /// Those of a kernel whose program reads more arrays than most.
+    pub(crate) fn many_params(&self, offset: i32) -> ManyProgramParams {
+        ManyProgramParams { arrays: self.placed(), scalars: self.scalars, offset }
+    }
+
+    fn placed<const N: usize>(&self) -> [ProgramArray; N] {
+        std::array::from_fn(|slot| {
+            let RawArray { address, strides, extents } = self.arrays[slot];
+            ProgramArray { data: ConstPtr(address), strides, extents }
+        })
     }
 }
 

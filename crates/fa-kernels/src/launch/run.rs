@@ -39,10 +39,10 @@ pub(crate) unsafe fn enqueue(
         return Ok(());
     }
     kernel.enter(stream)?;
-    let mut params = launches.params(at);
+    let mut params = launches.argument(at);
     let mut encoded = [const { MaybeUninit::<CUtensorMap>::uninit() }; MAX_MAPS];
     let mut arguments = [
-        params.raw().0,
+        params.raw(),
         std::ptr::null_mut(),
         std::ptr::null_mut(),
         std::ptr::null_mut(),

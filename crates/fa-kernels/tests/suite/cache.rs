@@ -262,6 +262,18 @@ fn errors_in_a_source_name_the_log_that_is_kept() {
 }
 
 #[test]
+fn what_does_not_compile_is_compiled_once_in_a_process() {
+    let broken =
+        Source { unit: "extern \"C\" __global__ void fa_kernel() { x = 2; }".into(), ..small_source(0) };
+    let cache = Cache::open(None, 1 << 20);
+    let first = cache.get(&nvrtc(), &sm80_spec(), &broken).unwrap_err();
+    let compiler = nvrtc();
+    let second = cache.get(&compiler, &sm80_spec(), &broken).unwrap_err();
+    assert_eq!(second.to_string(), first.to_string());
+    assert!(second.is_of_kernel() && !compiler.is_loaded());
+}
+
+#[test]
 fn spills_and_lost_performance_are_refused_with_the_log() {
     let root = tempfile::tempdir().unwrap();
     let spilling = "extern \"C\" __global__ void __launch_bounds__(1024, 2) fa_kernel(float* x) {\n\
