@@ -446,6 +446,10 @@ def _check_kernel_options(options):
             )
 
 
+# Within `fa_attn.distributed.context_parallel` what computes calls, whose keys are those of all ranks.
+over_ranks: list = []
+
+
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -471,6 +475,12 @@ def flex_attention(
     """
     _check_kernel_options(kernel_options)
     q, k, v = rows_of_heads(query, key, value, flag("enable_gqa", enable_gqa))
+    if over_ranks:
+        asked = flag("return_lse", return_lse), return_aux
+        out, lse = over_ranks[-1](q, k, v, score_mod, block_mask, number("scale", scale), asked)
+        if return_aux is not None:
+            return out, AuxOutput(lse if getattr(return_aux, "lse", False) else None)
+        return (out, lse) if return_lse else out
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
     if wants_lse and return_aux is not None:
