@@ -131,7 +131,8 @@ def _kind(q, k, v, used, table, numbers, cache, sinks):
             return None
         # What is computed on one stream is not overwritten by another.
         stream = torch.cuda.current_stream(q.device).cuda_stream
-    return (*of, *numbers, stream)
+    # Nor is memory of inference mode written outside of it.
+    return (*of, torch.is_inference_mode_enabled(), *numbers, stream)
 
 
 def _remember(group, kind, known):

@@ -19,10 +19,7 @@ def flex_over_ranks(attention, group, layout):
     """What `fa_attn.flex.flex_attention` calls instead: `attention` of rows that are dealt in `layout`
     where masks do not say otherwise."""
 
-    def compute(q, k, v, score_mod, block_mask, scale, asked):
-        wants_lse, aux = asked
-        if getattr(aux, "max_scores", False):
-            raise UnsupportedError("max_scores over several ranks: ask for the LSE, or use one GPU")
+    def compute(q, k, v, score_mod, block_mask, scale):
         if k.shape[1] != q.shape[1]:
             raise InputError(
                 f"query has {q.shape[1]} rows and key {k.shape[1]}: give this rank's rows of both, keys of "

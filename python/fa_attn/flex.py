@@ -475,12 +475,6 @@ def flex_attention(
     """
     _check_kernel_options(kernel_options)
     q, k, v = rows_of_heads(query, key, value, flag("enable_gqa", enable_gqa))
-    if over_ranks:
-        asked = flag("return_lse", return_lse), return_aux
-        out, lse = over_ranks[-1](q, k, v, score_mod, block_mask, number("scale", scale), asked)
-        if return_aux is not None:
-            return out, AuxOutput(lse if getattr(return_aux, "lse", False) else None)
-        return (out, lse) if return_lse else out
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
     if wants_lse and return_aux is not None:
@@ -488,6 +482,11 @@ def flex_attention(
             "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
         )
     wants_most = return_aux is not None and getattr(return_aux, "max_scores", False)
+    if over_ranks:
+        if wants_most:
+            raise UnsupportedError("max_scores over several ranks: ask for the LSE, or use one GPU")
+        out, lse = over_ranks[-1](q, k, v, score_mod, block_mask, number("scale", scale))
+        return _returned(out, lse, None, wants_lse, return_aux)
     own_mask = None if block_mask is None else _own_mask(block_mask, extents)
     if composed.is_composed(query, key, value):
         visible = None if own_mask is None else composed.of_blocks(own_mask, extents, query.device)
@@ -501,10 +500,15 @@ def flex_attention(
             mods = own if mods is None else mods.joined(own)
         out, lse = attention_by_heads(q, k, v, mods, scale)
         most = _max_scores(q, k, v, mods, scale) if wants_most else None
+    return _returned(out, lse, most if wants_most else None, wants_lse, return_aux)
+
+
+def _returned(out, lse, most, wants_lse, return_aux):
+    """What a call returns, by what it asks for."""
     if return_aux is not None:
         kind = type(return_aux).__name__
         made = lse if getattr(return_aux, "lse", False) else None
-        return out, (AuxOutput(made, most if wants_most else None) if kind == "AuxRequest" else made)
+        return out, (AuxOutput(made, most) if kind == "AuxRequest" else made)
     return (out, lse) if wants_lse else out
 
 

@@ -223,6 +223,11 @@ def test_calls_again_are_those_of_before():
         want = distributed.decode_attention(q, *own, return_lse=True, **call)
         assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
         _sharded_decode._kinds.clear()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with mode():
+                out = distributed.decode_attention(q, k, v)
+            assert torch.equal(out, distributed.decode_attention(q, k, v))
     # A chunk of queries: the last rank alone has a mask.
     q = halves(3, 4, 4, 16)
     for _ in range(3):
