@@ -11,7 +11,7 @@ from ._faces import face_of, of_one_library
 from ._types import A, Array
 
 # The most parts that one launch merges.
-_PARTS = 16
+PARTS = 16
 
 
 def merge(
@@ -45,9 +45,9 @@ def merge(
     dtype = outs[0].dtype if dtype is None else dtype
     # What is merged again stays in float32, and alone since a call's parts are of one type.
     merged = []
-    while len(outs) > _PARTS:
-        merged.append(face.merge(outs[:_PARTS], lses[:_PARTS], None, lses[0].dtype))
-        outs, lses = outs[_PARTS:], lses[_PARTS:]
+    while len(outs) > PARTS:
+        merged.append(face.merge(outs[:PARTS], lses[:PARTS], None, lses[0].dtype))
+        outs, lses = outs[PARTS:], lses[PARTS:]
     if not merged:
         return face.merge(outs, lses, sinks, dtype)
     merged.append(face.merge(outs, lses, None, lses[0].dtype))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import inspect
 import itertools
 import math
 import threading
+import time
 import weakref
 from collections import OrderedDict
 
@@ -18,8 +20,14 @@ from . import _core
 from ._checks import window
 from ._core import InputError, UnsupportedError
 from ._options import call_options
+from ._torch_memory import autocast
 
 LAYOUTS = ("zigzag", "contiguous")
+
+
+class PeerLost(RuntimeError):
+    """Another rank of a group has failed in a call that all had begun: the group's transfers are no longer in
+    step. Make a new group, or start all ranks again."""
 
 
 def place(group):
@@ -69,6 +77,8 @@ class Dealing:
     rows, else some are a row longer, or empty."""
 
     def __init__(self, layout, world, rows):
+        # Of a length that torch.compile traces the number.
+        rows = len(range(rows))
         self.rows, self.owned = rows, dealt(layout, world)
         self.bounds = bounds(layout, world, rows)
         self.most = max(self.count(rank) for rank in range(world))
@@ -139,28 +149,166 @@ def of_rows(layout, world, rank, rows, seqlen):
     return dealing
 
 
+class _Watch:
+    """What is known of a group's ranks that have failed, by the store through which its processes met."""
+
+    def __init__(self, group):
+        self.group, self.why = weakref.ref(group), None
+        self.store = dist.distributed_c10d._get_default_store()
+        self.key = f"fa_attn/lost/{group.group_name}"
+        self.thread = None
+
+    def look(self):
+        """Whether a rank has failed, by what it left."""
+        if self.why is None and self.store.check([self.key]):
+            self.why = self.store.get(self.key).decode(errors="ignore")
+        return self.why is not None
+
+    def tell(self, rank, error):
+        """Leaves what this rank has failed by."""
+        self.why = f"rank {rank} of the group is lost: {type(error).__name__}: {error}"[:_TEXT]
+        self.store.set(self.key, self.why)
+
+    def refuse(self):
+        if self.why is not None:
+            raise PeerLost(f"{self.why}; make a new group, or start all ranks again")
+
+    def watch(self):
+        """Looks from now on, since nothing of this rank waits where a GPU does: transfers that would wait for
+        ever are ended."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._keep_looking, daemon=True)
+            self.thread.start()
+
+    def _keep_looking(self):
+        while not _ended.wait(_LOOKS):
+            group = self.group()
+            if group is None:
+                return
+            try:
+                if self.look():
+                    group.abort()
+                    return
+            except RuntimeError:
+                # The processes part, and their store has ended.
+                return
+            del group
+
+
+# Seconds between two looks at whether a rank has failed.
+_LOOKS = 0.25
+_ended = threading.Event()
+atexit.register(_ended.set)
+_watches = weakref.WeakKeyDictionary()
+
+
+def _watch(group):
+    group = dist.group.WORLD if group is None else group
+    found = _watches.get(group)
+    if found is None:
+        found = _watches[group] = _Watch(group)
+    return found
+
+
+def lost(group, error):
+    """Tells the other ranks that this one has failed in a call that they have begun: for want of memory, or
+    as a GPU or a transfer failed. What all ranks refuse alike leaves them in step, as does torch's way to end
+    what a checkpoint computes again."""
+    is_refused = isinstance(error, (InputError, UnsupportedError, PeerLost))
+    if is_refused or not isinstance(error, (RuntimeError, MemoryError)):
+        return
+    for own in group if isinstance(group, (tuple, list)) else (group,):
+        try:
+            _watch(own).tell(place(own)[1], error)
+        except (RuntimeError, ValueError, InputError):
+            # Without processes nobody waits.
+            continue
+
+
+def transferred(transfer, *tensors, group=None, **options):
+    """A transfer of torch's by name; see `finished`."""
+    transfer, is_async = getattr(dist, transfer), not torch.compiler.is_compiling()
+    work = transfer(*tensors, group=group, async_op=is_async, **options)
+    if is_async:
+        finished(work, tensors[-1], group)
+
+
+def finished(work, tensor, group):
+    """Waits for a transfer: on CPUs by gloo as long as no rank is known to be lost; where a stream orders
+    what follows the host does not wait."""
+    if work is None:
+        return
+    if torch.compiler.is_compiling() or tensor.is_cuda or "gloo" not in str(dist.get_backend(group)):
+        work.wait()
+        return
+    begun = looked = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        time.sleep(0.0 if now - begun < 1e-3 else 1e-4)
+        if now - looked > _LOOKS:
+            looked = now
+            watch = _watch(group)
+            watch.look()
+            watch.refuse()
+    work.wait()
+
+
+def telling(group_of):
+    """A gradient's function whose error the other ranks of `group_of(ctx)` learn of."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(ctx, *args):
+            if torch.compiler.is_compiling():
+                return function(ctx, *args)
+            try:
+                return function(ctx, *args)
+            except Exception as error:
+                lost(group_of(ctx), error)
+                raise
+
+        return call
+
+    return decorate
+
+
 def of_all(tensor, group, world):
     """The tensors of all ranks, which have one shape."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world)]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
+    transferred("all_gather", parts, tensor.contiguous(), group=group)
     return parts
 
 
-def results_of_all(out, lse, group, world):
-    """O and LSE of all ranks, of one shape and type on each, by one transfer: of both a sequence."""
-    own, ends = [], []
-    for x in (out, lse):
-        own.append(x.contiguous().view(-1).view(torch.uint8))
-        ends.append(sum(map(len, own)))
-        # Kernels read whole vectors.
-        if ends[-1] % 16:
-            own.append(own[0].new_empty(-ends[-1] % 16))
-    own = torch.cat(own)
-    parts = own.new_empty(world, len(own))
-    dist.all_gather_into_tensor(parts.view(-1), own, group=group)
-    of_out, of_lse = parts[:, : ends[0]], parts[:, ends[0] + -ends[0] % 16 : ends[1]]
-    outs = of_out.view(out.dtype).view(world, *out.shape).unbind()
-    return outs, of_lse.view(lse.dtype).view(world, *lse.shape).unbind()
+class Results:
+    """Memory of this rank's O and LSE, and of all ranks', which one transfer brings: of both a sequence."""
+
+    def __init__(self, shape, dtype, like, world):
+        self.shapes = (shape, dtype), ((shape[0], shape[2], shape[1]), torch.float32)
+        self.ends = []
+        for of, kind in self.shapes:
+            first = self.ends[-1][1] if self.ends else 0
+            # Kernels read whole vectors.
+            first += -first % 16
+            self.ends.append((first, first + math.prod(of) * kind.itemsize))
+        count = self.ends[-1][1] + -self.ends[-1][1] % 16
+        self.own = like.new_empty(count, dtype=torch.uint8)
+        self.all = like.new_empty(world * count, dtype=torch.uint8)
+        self.out, self.lse = self._of(self.own)
+        parts = [self._of(x) for x in self.all.view(world, count).unbind()]
+        self.outs, self.lses = ([part[at] for part in parts] for at in range(2))
+
+    def _of(self, memory):
+        spans = zip(self.ends, self.shapes)
+        return [memory[first:end].view(kind).view(of) for (first, end), (of, kind) in spans]
+
+    def gather(self, group):
+        """Fills those of all ranks."""
+        # Without torch's checks of what is the same at each call.
+        finished(group._allgather_base(self.all, self.own, _GATHERS), self.own, group)
+
+
+_GATHERS = dist.distributed_c10d.AllgatherOptions()
+_GATHERS.asyncOp = False
 
 
 def positions(rows, group=None, layout="zigzag", device=None, seqlen=None):
@@ -240,7 +388,7 @@ class Gathered:
             work, parts = pending
             if following is not None:
                 pending = self._start(following)
-            work.wait()
+            finished(work, self.k, self.group)
             yield heads, *self._whole(parts, heads.stop - heads.start)
 
     def _start(self, heads):
@@ -266,7 +414,7 @@ def summed(total, group, dealing):
     sends = [dealing.padded(dealing.of_rank(total, other, -3), -3) for other in range(world)]
     sends = torch.stack(sends)
     parts = torch.empty_like(sends)
-    dist.all_to_all_single(parts, sends, group=group)
+    transferred("all_to_all_single", parts, sends, group=group)
     result = parts[0].clone()
     for part in parts[1:]:
         result += part
@@ -305,6 +453,7 @@ class InParts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @telling(lambda ctx: ctx.given[2])
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         passes, parts, group, dealing, stages, options = ctx.given
@@ -354,6 +503,11 @@ def stacked(function, axis):
     return kvpacked, qkvpacked
 
 
+def cast(q, k, v):
+    """Q, K and V as autocast casts those of one GPU."""
+    return autocast(q, k, v) if q.dtype is torch.float32 or not q.dtype is k.dtype is v.dtype else (q, k, v)
+
+
 def check(dropout_p, **axes):
     if dropout_p != 0.0:
         raise UnsupportedError(
@@ -363,6 +517,11 @@ def check(dropout_p, **axes):
     for name, (x, count) in axes.items():
         if not isinstance(x, torch.Tensor):
             raise InputError(f"{name} is of the type {type(x).__name__}: it must be a torch tensor")
+        if hasattr(x, "placements"):
+            raise UnsupportedError(
+                f"{name} is a DTensor: give {name}.to_local(), this rank's rows, and make one of the result "
+                "by DTensor.from_local"
+            )
         if x.dim() != count:
             raise InputError(f"{name} has the shape {tuple(x.shape)}: it must have {count} axes")
     devices = {name: x.device for name, (x, _) in axes.items()}
@@ -427,20 +586,25 @@ def _texts(group, own, device, waits=True):
 
 def agree(group, *given):
     """Refuses a call that ranks make with different shapes or options, or that one has failed to make:
-    transfers of other sizes end in an error of the process group, or never."""
+    transfers of other sizes end in an error of the process group, or never. Returns what `has_agreed` takes,
+    where the call is remembered."""
     if torch.compiler.is_compiling():
-        return
+        return None
     _call.has_agreed = True
     world, rank = place(group)
     shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
     text, device = ", ".join(shown), given[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
+        return None
     digest, is_slow = hashlib.sha256(text.encode()).digest(), _is_slow(device)
+    watch = _watch(group)
+    watch.refuse()
+    if is_slow:
+        watch.watch()
     known = _agreed.setdefault(dist.group.WORLD if group is None else group, OrderedDict())
     if is_slow and digest in known:
         known.move_to_end(digest)
-        return
+        return watch, known, digest
     for other, theirs in enumerate(_texts(group, _text_of(text, digest), device)):
         shown = theirs[:_TEXT].rstrip(b"\0").decode(errors="ignore")
         if theirs[_TEXT:] == _FAILED:
@@ -450,10 +614,22 @@ def agree(group, *given):
                 f"rank {other} of the group calls with {shown}, and this rank, {rank}, with {text}: all "
                 "ranks have tensors of one shape and the same options (pad what the ranks do not divide)"
             )
-    if is_slow:
-        known[digest] = None
-        if len(known) > _MOST_CALLS:
-            known.popitem(last=False)
+    if not is_slow:
+        return None
+    known[digest] = None
+    if len(known) > _MOST_CALLS:
+        known.popitem(last=False)
+    return watch, known, digest
+
+
+def has_agreed(watch, known, digest):
+    """Whether the ranks of a group are there and still remember a call, by what `agree` returned: it is then
+    the latest."""
+    if digest not in known or watch.why is not None:
+        return False
+    known.move_to_end(digest)
+    _call.has_agreed = True
+    return True
 
 
 def _text_of(text, digest):
@@ -472,9 +648,16 @@ def together(function):
             return function(*args, **options)
         _call.is_open, _call.has_agreed = True, False
         try:
+            if torch._C._are_functorch_transforms_active():
+                raise UnsupportedError(
+                    "torch.func's transformations of attention over several ranks: use torch.autograd.grad, "
+                    "or transform attention of one GPU"
+                )
             return function(*args, **options)
         except Exception as error:
-            if not _call.has_agreed:
+            if _call.has_agreed:
+                lost(_group_of(signature, args, options), error)
+            else:
                 _tell(signature, args, options, error)
             raise
         finally:
@@ -483,9 +666,13 @@ def together(function):
     return call
 
 
+def _group_of(signature, args, options):
+    return signature.bind_partial(*args, **options).arguments.get("group")
+
+
 def _tell(signature, args, options, error):
     try:
-        group = signature.bind_partial(*args, **options).arguments.get("group")
+        group = _group_of(signature, args, options)
         place(group)
         is_nccl = "nccl" in str(dist.get_backend(group))
     except Exception:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ._core import InputError, UnsupportedError
 from ._dropout import ADVANCE
-from ._sharded import Options, agree, check, place, shard
+from ._sharded import Options, agree, check, place, shard, transferred
 from ._sharded_programs import dropout_state
 
 _groups = {}
@@ -199,7 +199,7 @@ def _state_of_all(q, p, state, groups):
     found = dropout_state(q, q.shape[0], q.shape[2], p, state, ring)
     if state is None:
         found = found.contiguous()
-        dist.broadcast(found, dist.get_global_rank(ulysses, 0), group=ulysses)
+        transferred("broadcast", found, src=dist.get_global_rank(ulysses, 0), group=ulysses)
     return found
 
 

@@ -7,7 +7,19 @@ import functools
 import torch
 
 from ._core import InputError, UnsupportedError
-from ._sharded import Dealing, InParts, Options, agree, check, chunk_length, dealt, place, stacked, together
+from ._sharded import (
+    Dealing,
+    InParts,
+    Options,
+    agree,
+    cast,
+    check,
+    chunk_length,
+    dealt,
+    place,
+    stacked,
+    together,
+)
 from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
 
 
@@ -97,6 +109,7 @@ def _parts(starts, max_seqlen, total, ranks, layout, causal, device):
 def _computed(q, k, v, parts, group, stages, options):
     # K and V are gathered as they lie, rank after rank: `parts` know where the rows of a sequence are.
     parts = [(*part, _mask(options)) for part in parts]
+    q, k, v = cast(q, k, v)
     world, _ = place(group)
     dealing = Dealing("contiguous", world, k.shape[0] * world)
     return InParts.apply(q, k, v, None, _PASSES, parts, group, dealing, stages, options)

@@ -14,7 +14,7 @@ from ._core import UnsupportedError
 from ._dropout import ADVANCE, dropping, numbers_of
 from ._modifications import Extents, Modifications, asked
 from ._options import MODIFICATIONS, call_options, extras_of
-from ._sharded import of_all, summed
+from ._sharded import of_all, summed, telling, transferred
 
 
 def modifications(name, q, rows, given):
@@ -78,6 +78,7 @@ class _OfAll(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @telling(lambda ctx: ctx.given[0])
     def backward(ctx, gradient):
         group, dealing = ctx.given
         return summed(gradient.float(), group, dealing).to(gradient.dtype), None, None
@@ -105,7 +106,8 @@ def dropout_state(q, batch, heads, p, rng_state, group):
         mods = dropping(None, q, lambda: Extents(batch, heads, 1, 1), p, rng_state)
         return mods.arrays[0][:2]
     state = torch.ops.fa_attn.dropout_state(q.detach(), threshold, batch * heads)
-    dist.broadcast(state, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+    first = dist.get_global_rank(group or dist.group.WORLD, 0)
+    transferred("broadcast", state, src=first, group=group)
     return state[:2]
 
 

@@ -33,12 +33,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from . import flex
 from ._core import InputError, UnsupportedError
 from ._sharded import (
     LAYOUTS,
     InParts,
     Options,
+    PeerLost,
     agree,
+    cast,
     check,
     chunk_length,
     dealt,
@@ -47,10 +50,13 @@ from ._sharded import (
     positions,
     shard,
     stacked,
+    telling,
     together,
+    transferred,
     unshard,
 )
 from ._sharded_decode import decode_attention
+from ._sharded_flex import flex_over_ranks
 from ._sharded_hybrid import (
     EXTRACT_FUNC_DICT,
     AsyncLongContextAttention,
@@ -89,6 +95,7 @@ __all__ = [
     "ContextParallel",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
+    "PeerLost",
     "UlyssesAttention",
     "attention",
     "basic_extract_local",
@@ -201,6 +208,7 @@ def attention(
         return _by_heads_first(q, k, v, cp_comm_type, group, layout, options)
     world, rank = place(group)
     check(0.0, q=(q, 4), k=(k, 4), v=(v, 4))
+    q, k, v = cast(q, k, v)
     options = Options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, sinks)
     options.check_shapes(q.shape[0], q.shape[2])
     if q.shape[1] != k.shape[1] or k.shape[1] != v.shape[1]:
@@ -236,7 +244,7 @@ def _by_heads(x, group, back):
     else:
         sends = x.reshape(batch, rows, world, heads // world, dim).permute(2, 0, 1, 3, 4).contiguous()
     parts = torch.empty_like(sends)
-    dist.all_to_all_single(parts, sends, group=group)
+    transferred("all_to_all_single", parts, sends, group=group)
     if back:
         return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, world * heads, dim)
     return parts.transpose(0, 1).reshape(batch, world * rows, heads // world, dim)
@@ -251,6 +259,7 @@ class _Exchange(torch.autograd.Function):
         return exchange(x, group, back)
 
     @staticmethod
+    @telling(lambda ctx: ctx.given[1])
     def backward(ctx, gradient):
         exchange, group, back = ctx.given
         return _Exchange.apply(gradient, exchange, group, not back), None, None, None
@@ -421,7 +430,7 @@ def _dealt_anew(x, group, back):
         chunks = x.reshape(batch, 2 * world, piece, *rest)
         sends = torch.stack([chunks[:, own] for own in dealt("zigzag", world)])
     parts = torch.empty_like(sends)
-    dist.all_to_all_single(parts, sends, group=group)
+    transferred("all_to_all_single", parts, sends, group=group)
     if not back:
         return parts.movedim(0, 3).reshape(x.shape)
     return _ordered(parts.transpose(0, 1).reshape(x.shape), world, "zigzag")
@@ -550,8 +559,8 @@ def _group_of(mesh):
 
 
 @contextlib.contextmanager
-def _sdpa_over_ranks(group, layout):
-    """Torch's scaled_dot_product_attention sees the keys of all ranks."""
+def _over_ranks(group, layout):
+    """Torch's scaled_dot_product_attention and `fa_attn.flex.flex_attention` see the keys of all ranks."""
     plain = functional.scaled_dot_product_attention
 
     def scaled_dot_product_attention(
@@ -568,27 +577,28 @@ def _sdpa_over_ranks(group, layout):
         return attention(q, k, v, group=group, layout=layout, **options).transpose(1, 2)
 
     functional.scaled_dot_product_attention = scaled_dot_product_attention
+    flex.over_ranks.append(flex_over_ranks(attention, group, layout))
     try:
         yield
     finally:
+        flex.over_ranks.pop()
         functional.scaled_dot_product_attention = plain
 
 
 def ContextParallel(seq_dim, attention_type, layout=None):
     """As the plan `_ContextParallel` of `torch.distributed.tensor.experimental._attention`, for
     `parallelize_module`: in the module's forward, whose tensors are this rank's rows, torch's
-    scaled_dot_product_attention sees the keys of all ranks. `layout`: how rows are dealt; without it as
-    torch's own `_cp_options.enable_load_balance` says."""
+    scaled_dot_product_attention, or of attention_type FLEX `fa_attn.flex.flex_attention`, sees the keys of
+    all ranks. Masks of the latter are those of the whole, or what torch's `_context_parallel_shard` makes of
+    them, and score_mod sees the numbers of the whole. `layout`: how rows are dealt; without it as torch's own
+    `_cp_options.enable_load_balance` says."""
     from torch.distributed.tensor.parallel import ParallelStyle
 
     kind = getattr(attention_type, "value", attention_type)
-    if kind == "flex_attention":
-        raise UnsupportedError(
-            "attention_type FLEX: use torch's plan, which gathers keys and values, and "
-            "fa_attn.flex.flex_attention in the module"
+    if kind not in ("flex_attention", "scaled_dot_product_attention"):
+        raise InputError(
+            f"attention_type is {attention_type!r}: it must be AttentionType.SDPA or AttentionType.FLEX"
         )
-    if kind != "scaled_dot_product_attention":
-        raise InputError(f"attention_type is {attention_type!r}: it must be AttentionType.SDPA")
     if seq_dim not in (2, -2):
         raise UnsupportedError(f"seq_dim is {seq_dim!r}: rows are axis 2 of (batch, heads, rows, head_dim)")
     layout = layout or ("zigzag" if _balances_load() else "contiguous")
@@ -599,7 +609,7 @@ def ContextParallel(seq_dim, attention_type, layout=None):
             forward, group = module.forward, _group_of(device_mesh)
 
             def over_ranks(*args, **options):
-                with _sdpa_over_ranks(group, layout):
+                with _over_ranks(group, layout):
                     return forward(*args, **options)
 
             module.forward = over_ranks
@@ -645,7 +655,7 @@ def context_parallel(
         for x, own in zip(buffers, owns):
             x.resize_(own.shape).copy_(own)
     try:
-        with _sdpa_over_ranks(group, layout):
+        with _over_ranks(group, layout):
             yield
     finally:
         with torch.no_grad():

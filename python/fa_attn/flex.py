@@ -446,6 +446,10 @@ def _check_kernel_options(options):
             )
 
 
+# Within `fa_attn.distributed.context_parallel` what computes calls, whose keys are those of all ranks.
+over_ranks: list = []
+
+
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -478,6 +482,11 @@ def flex_attention(
             "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
         )
     wants_most = return_aux is not None and getattr(return_aux, "max_scores", False)
+    if over_ranks:
+        if wants_most:
+            raise UnsupportedError("max_scores over several ranks: ask for the LSE, or use one GPU")
+        out, lse = over_ranks[-1](q, k, v, score_mod, block_mask, number("scale", scale))
+        return _returned(out, lse, None, wants_lse, return_aux)
     own_mask = None if block_mask is None else _own_mask(block_mask, extents)
     if composed.is_composed(query, key, value):
         visible = None if own_mask is None else composed.of_blocks(own_mask, extents, query.device)
@@ -492,10 +501,15 @@ def flex_attention(
         asks_lse = wants_lse or return_aux is not None
         out, lse = attention_by_heads(q, k, v, mods, scale, wants_lse=asks_lse)
         most = _max_scores(q, k, v, mods, scale) if wants_most else None
+    return _returned(out, lse, most if wants_most else None, wants_lse, return_aux)
+
+
+def _returned(out, lse, most, wants_lse, return_aux):
+    """What a call returns, by what it asks for."""
     if return_aux is not None:
         kind = type(return_aux).__name__
         made = lse if getattr(return_aux, "lse", False) else None
-        return out, (AuxOutput(made, most if wants_most else None) if kind == "AuxRequest" else made)
+        return out, (AuxOutput(made, most) if kind == "AuxRequest" else made)
     return (out, lse) if wants_lse else out
 
 

@@ -168,6 +168,12 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
 
 
+def is_recorded():
+    """Whether something records or converts what a function is given, so that it goes the long way."""
+    is_changed = is_compiling() or is_transforming() or is_tracing() or count_modes()
+    return is_changed or forward_ad._current_level >= 0
+
+
 def plain_attention(
     q,
     k,
@@ -186,7 +192,7 @@ def plain_attention(
     """What a function returns, where the extension module alone reads, checks and computes the call; None
     where something records or converts what it is given, where it asks for what is not read there, and where
     it is refused, whose error the long way words. The arguments are those of `_core.Plain.forward`."""
-    if is_compiling() or is_transforming() or is_tracing() or count_modes() or forward_ad._current_level >= 0:
+    if is_recorded():
         return None
     if metadata is not None and type(metadata) is not SchedulerMetadata:
         return None
@@ -286,13 +292,14 @@ def _unused_lse(q):
     return torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
 
 
-_plain = _core.Plain(
-    PLAIN,
-    READ_AT_ONCE,
-    (torch.empty_like, _new_out, _new_lse, _unused_out, _unused_lse),
-    _floats,
-    torch.is_grad_enabled,
-).forward
+def plain_into(new_out, new_lse):
+    """`_core.Plain.forward` whose results lie where these two functions say, of q and of its columns."""
+    results = (new_out, new_out, new_lse, _unused_out, _unused_lse)
+    return _core.Plain(PLAIN, READ_AT_ONCE, results, _floats, torch.is_grad_enabled).forward
+
+
+_results = (torch.empty_like, _new_out, _new_lse, _unused_out, _unused_lse)
+_plain = _core.Plain(PLAIN, READ_AT_ONCE, _results, _floats, torch.is_grad_enabled).forward
 
 
 def _refuse_axes(**tensors):

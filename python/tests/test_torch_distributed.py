@@ -126,7 +126,136 @@ def test_compiled_and_under_autocast():
     want = distributed.attention(*(x.bfloat16() for x in (q, k, v)))
     with torch.autocast("cpu", torch.bfloat16):
         got = distributed.attention(q, k, v)
-    assert torch.equal(got, want)
+        starts = torch.tensor([0, q.shape[1]], dtype=torch.int32)
+        packed = distributed.zigzag_ring_flash_attn_varlen_func(q[0], k[0], v[0], starts, q.shape[1])
+    assert got.dtype == packed.dtype == torch.bfloat16 and torch.equal(got, want)
+    # Lengths that change, of which torch makes a symbol.
+    for length in (32, 48, 64):
+        whole = tensors(length, seed=length)
+        near(over_ranks(compiled, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"))
+
+
+class _Block(torch.nn.Module):
+    """A layer of attention over some group, or of one process."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.attend = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32), None
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 8)) for part in self.qkv(x).chunk(3, -1))
+        attend = self.attend or fa_attn.flash_attn_func
+        return x + self.out(attend(q, k, v, causal=True).flatten(-2))
+
+
+def _model(group=None, over=True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(_Block(), _Block())
+    for block in model:
+        block.attend = functools.partial(distributed.attention, group=group) if over else None
+    return model
+
+
+def _trained(step, parameters, batches, reduce=lambda: None):
+    optimizer, losses = torch.optim.SGD(parameters, 0.05), []
+    for x in batches:
+        optimizer.zero_grad()
+        losses.append(step(x))
+        reduce()
+        optimizer.step()
+    return losses
+
+
+def _batches(rows=32):
+    make = torch.Generator().manual_seed(3)
+    return [torch.randn(2, rows, 32, generator=make) for _ in range(3)]
+
+
+@ranks(4)
+def test_models_train_by_ddp_and_fsdp_over_groups_as_on_one():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone = _model(over=False)
+
+    def step_of_one(x):
+        loss = alone(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    want = _trained(step_of_one, alone.parameters(), _batches())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    group, own = mesh["cp"].get_group(), mesh.get_local_rank("dp")
+
+    def of(model):
+        def step(x):
+            x = distributed.shard(x[own : own + 1], group=group)
+            loss = model(x).square().mean()
+            loss.backward()
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            return loss.item() / 4
+
+        return step
+
+    by_ddp, by_fsdp = _model(group), _model(group)
+    replicas = torch.nn.parallel.DistributedDataParallel(by_ddp)
+    whole = mesh._flatten("dp_cp")
+    for block in by_fsdp:
+        fully_shard(block, mesh=whole)
+    fully_shard(by_fsdp, mesh=whole)
+    for model, module in ((by_ddp, replicas), (by_fsdp, by_fsdp)):
+        losses = _trained(of(module), model.parameters(), _batches())
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
+        for x, y in zip(model.parameters(), alone.parameters()):
+            x = x.full_tensor() if hasattr(x, "full_tensor") else x
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_threads_with_a_group_each():
+    import threading
+
+    groups, errors = [dist.new_group([0, 1]) for _ in range(3)], []
+
+    def stage(number):
+        try:
+            for step in range(4):
+                whole = tensors(32, seed=10 * number + step)
+                want = alone(*whole, causal=True)
+                q, k, v, dout = (distributed.shard(x, group=groups[number]) for x in whole)
+                given = [x.clone().requires_grad_() for x in (q, k, v)]
+                out = distributed.attention(*given, group=groups[number])
+                out.backward(dout)
+                found = [out.detach(), *(x.grad for x in given)]
+                near([distributed.unshard(x, group=groups[number]) for x in found], want)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=stage, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@ranks(2)
+def test_what_torch_makes_of_calls_is_refused_by_name():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, _ = (distributed.shard(x) for x in tensors(32))
+    rows = [DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)]
+    for call in (distributed.attention, distributed.ulysses_attention, distributed.decode_attention):
+        with pytest.raises(fa_attn.UnsupportedError, match="q is a DTensor: give q.to_local()"):
+            call(*rows)
+        with pytest.raises(fa_attn.UnsupportedError, match="torch.func's transformations of attention over"):
+            torch.func.vjp(lambda q: call(q, k, v), q)
+    # All ranks are in step.
+    out = distributed.attention(*(x.to_local() for x in rows))
+    assert torch.equal(out, distributed.attention(q, k, v))
 
 
 @ranks(2)
@@ -171,10 +300,12 @@ def test_decoding_merges_what_ranks_hold():
 
 @ranks(2)
 def test_decoding_exchanges_once():
-    calls = []
+    from fa_attn import _sharded
+
+    calls, places = [], dict(all_gather=dist, gather=_sharded.Results)
 
     def counted(name):
-        transfer = getattr(dist, name)
+        transfer = getattr(places[name], name)
 
         def call(*args, **options):
             calls.append(name)
@@ -186,14 +317,14 @@ def test_decoding_exchanges_once():
         q, k, v = (x.to(kind) for x in tensors(32, heads=(3, 1), batch=1, dim=dim)[:3])
         own = [distributed.shard(x, layout="contiguous") for x in (k, v)]
         want = distributed.decode_attention(q[:, -rows:], *own, return_lse=True)
-        plain = {name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor")}
-        for name in plain:
-            setattr(dist, name, counted(name))
+        plain = {name: getattr(place, name) for name, place in places.items()}
+        for name, place in places.items():
+            setattr(place, name, counted(name))
         found = distributed.decode_attention(q[:, -rows:], *own, return_lse=True)
         for name, transfer in plain.items():
-            setattr(dist, name, transfer)
+            setattr(places[name], name, transfer)
         # The first compares the calls, which GPUs do once.
-        assert calls == ["all_gather", "all_gather_into_tensor"], calls
+        assert calls == ["all_gather", "gather"], calls
         calls.clear()
         assert all(torch.equal(*both) for both in zip(found, want))
         exact = fa_attn.flash_attn_func(q[:, -rows:], k, v, causal=True)

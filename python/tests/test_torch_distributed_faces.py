@@ -279,12 +279,99 @@ def test_a_plan_of_modules_over_ranks():
         for found, x in zip((out, *(x.grad for x in own)), (want, *(x.grad for x in whole))):
             found = distributed.unshard(found, **given)
             torch.testing.assert_close(found, x.detach(), rtol=1e-4, atol=2e-5)
-    with pytest.raises(fa_attn.UnsupportedError, match="attention_type FLEX: use torch's plan"):
-        distributed.ContextParallel(2, kinds.FLEX)
     with pytest.raises(fa_attn.UnsupportedError, match="seq_dim is 1: rows are axis 2"):
         distributed.ContextParallel(1, kinds.SDPA)
     with pytest.raises(fa_attn.InputError, match="attention_type is 'ring'"):
         distributed.ContextParallel(2, "ring")
+
+
+def _flex_over_ranks():
+    """Masks of the whole, as torch deals them and as they are, by both plans: beside one process."""
+    from fa_attn import flex
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._context_parallel import _attention as by_torch
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Torch compiles it, which takes a minute.
+    by_torch._compiled_create_block_mask = create_block_mask
+    world, kinds = dist.get_world_size(), by_torch._ContextParallel.AttentionType
+    length, mesh = 256 * world, init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole = [x.transpose(1, 2).contiguous() for x in tensors(length)]
+    document = torch.arange(length) // 100
+
+    class Flex(torch.nn.Module):
+        def forward(self, query, key, value, **options):
+            return flex.flex_attention(query, key, value, enable_gqa=True, **options)
+
+    def run(module, given, dout, **options):
+        given = [x.clone().requires_grad_() for x in given]
+        out = module(*given, **options)
+        out.backward(dout)
+        return [out.detach(), *(x.grad for x in given)]
+
+    masks = (
+        lambda b, h, q, k: q >= k,
+        lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
+        lambda b, h, q, k: (q >= k) & (q - k < 70),
+        lambda b, h, q, k: q // 300 == k // 300,
+    )
+    balancer = balancers._HeadTailLoadBalancer(length, world, torch.device("cpu"))
+    for at, mask in enumerate(masks):
+        block_mask = create_block_mask(mask, 1, 1, length, length, device="cpu")
+        want = run(Flex(), whole[:3], whole[3], block_mask=block_mask)
+        for of in (None, balancer)[at % 2 :: 2] if world > 2 else (None, balancer):
+            *own, dout, dealt = by_torch._context_parallel_shard(
+                mesh, [*(x.clone() for x in whole), block_mask], [2] * 5, of
+            )
+            for plan in (distributed.ContextParallel, by_torch._ContextParallel):
+                module = parallelize_module(Flex(), mesh, plan(2, kinds.FLEX))
+                found = run(module, own, dout, block_mask=dealt)
+                near(by_torch.context_parallel_unshard(mesh, found, [2] * 4, of), want)
+    # Scores see the numbers of the whole, and so do masks of either library.
+    for made in (flex.create_block_mask, create_block_mask):
+        block_mask = made(masks[2], 1, 1, length, length, device="cpu")
+        options = dict(block_mask=block_mask, score_mod=lambda s, b, h, q, k: s - 0.01 * h * (q - k))
+        want = run(Flex(), whole[:3], whole[3], **options)
+        with distributed.context_parallel(mesh):
+            own = [distributed.shard(x, 2).contiguous() for x in whole]
+            found = run(Flex(), own[:3], own[3], **options)
+            out, aux = Flex()(*own[:3], return_aux=flex.AuxRequest(lse=True), **options)
+        near([distributed.unshard(x, 2) for x in found], want)
+        _, lse = Flex()(*whole[:3], return_lse=True, **options)
+        torch.testing.assert_close(distributed.unshard(aux.lse, 2), lse)
+    with distributed.context_parallel(mesh):
+        with pytest.raises(fa_attn.InputError, match="it must be that of the whole sequence"):
+            Flex()(*own[:3], block_mask=create_block_mask(masks[0], 1, 1, 256, 256, device="cpu"))
+        with pytest.raises(fa_attn.InputError, match="keys of all ranks are gathered here"):
+            Flex()(own[0], *whole[1:3])
+        with pytest.raises(fa_attn.UnsupportedError, match="max_scores over several ranks"):
+            Flex()(*own[:3], return_aux=flex.AuxRequest(max_scores=True))
+    *own, dealt = by_torch._context_parallel_shard(
+        mesh, [*(x.clone() for x in whole[:3]), block_mask], [2] * 4, _Reversed(length)
+    )
+    module = parallelize_module(Flex(), mesh, distributed.ContextParallel(2, kinds.FLEX))
+    with pytest.raises(fa_attn.UnsupportedError, match="deals rows neither zigzag nor contiguously"):
+        module(*own, block_mask=dealt)
+
+
+class _Reversed:
+    def __init__(self, length):
+        self.length = length
+
+    def _generate_indices(self, restore=False):
+        return torch.arange(self.length).flip(0)[None]
+
+
+@ranks(2)
+def test_flex_attention_under_context_parallel():
+    _flex_over_ranks()
+
+
+@ranks(4)
+def test_flex_attention_under_context_parallel_of_four():
+    _flex_over_ranks()
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import time
 
 import pytest
 
@@ -74,7 +75,7 @@ TRANSFERS = ("all_gather", "all_gather_into_tensor", "all_to_all_single")
 
 @ranks(2)
 def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
-    class Stops(Exception):
+    class Stops(RuntimeError):
         pass
 
     transfers = {name: getattr(dist, name) for name in TRANSFERS}
@@ -104,11 +105,142 @@ def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
     stages, rank = 1000 - everything[0], dist.get_rank()
     assert stages > 12
     for stage in range(0, stages, 3):
-        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
-        with pytest.raises(Stops if rank else RuntimeError, match=None if rank else "[Tt]imed out"):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=20))
+        said = None if rank else "rank 1 of the group is lost: Stops"
+        with pytest.raises(Stops if rank else distributed.PeerLost, match=said):
             train(group, [stage if rank else 1000])
         dist.barrier()
     train(None, [1000])
+
+
+@ranks(3)
+def test_a_rank_without_memory_is_an_error_of_all_at_shapes_that_they_know():
+    from fa_attn import _sharded, _sharded_decode, _sharded_programs
+
+    rank, q, k = dist.get_rank(), torch.ones(1, 12, 4, 8), torch.ones(1, 12, 2, 8)
+    few, starts = q[:, :1].bfloat16(), torch.tensor([0, 12], dtype=torch.int32)
+    halves = [torch.ones(1, 12, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+
+    def trained(call):
+        own = [x.clone().requires_grad_() for x in (q, k, k)]
+        call(*own).sum().backward()
+
+    def decoded(group):
+        with torch.no_grad():
+            distributed.decode_attention(few, *halves, group=group)
+
+    def packed(q, k, v, group):
+        deal = distributed.ring_flash_attn_varlen_func
+        return deal(q[0], k[0], v[0], starts, 12, causal=True, group=group)
+
+    mask = dict(mask_mod=lambda b, h, q, k: q - k < 7)
+    calls = (
+        lambda group: trained(lambda *own: distributed.attention(*own, group=group)),
+        lambda group: trained(lambda *own: distributed.attention(*own, group=group, **mask)),
+        lambda group: trained(lambda *own: packed(*own, group)),
+        decoded,
+    )
+    # Where memory is taken: after the ranks have agreed, in the forward or the backward.
+    places = (
+        (0, _sharded.Gathered, "_whole"),
+        (0, _sharded, "summed"),
+        (1, _sharded_programs, "of_all"),
+        (1, _sharded_programs, "summed"),
+        (2, _sharded.Gathered, "_whole"),
+        (3, _sharded_decode.Results, "gather"),
+    )
+
+    def raises(*_, **__):
+        raise torch.OutOfMemoryError("no room for 8 GiB")
+
+    # As on GPUs, where a comparison is made once.
+    _sharded._is_slow = lambda device: True
+    for at, (call, owner, name) in enumerate(places):
+        group = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=60))
+        for _ in range(3):
+            calls[call](group)
+        failing, plain, begun = at % 3, getattr(owner, name), time.monotonic()
+        if rank == failing:
+            setattr(owner, name, raises)
+        kind = torch.OutOfMemoryError if rank == failing else distributed.PeerLost
+        said = "no room"
+        if rank != failing:
+            said = f"rank {failing} of the group is lost: OutOfMemoryError: no room"
+        with pytest.raises(kind, match=said):
+            calls[call](group)
+        assert time.monotonic() - begun < 20
+        setattr(owner, name, plain)
+        # What follows would be out of step.
+        with pytest.raises(distributed.PeerLost, match=f"rank {failing} .* make a new group"):
+            calls[call](group)
+        dist.barrier()
+        calls[call](None)
+
+
+@ranks(2)
+def test_calls_again_are_those_of_before():
+    from fa_attn import _sharded, _sharded_decode
+
+    # As on GPUs, where a known call takes the short way.
+    _sharded._is_slow = lambda device: True
+    make, rank = torch.Generator().manual_seed(1), dist.get_rank()
+
+    def halves(*shape):
+        return torch.randn(shape, generator=make).bfloat16()
+
+    whole = [halves(3, 24, 2, 16) for _ in range(2)]
+    k, v = (distributed.shard(x, layout="contiguous") for x in whole)
+    sinks, used = torch.randn(4, generator=make), torch.tensor([5, 0, 12], dtype=torch.int32)
+    pages = torch.arange(6, dtype=torch.int32).view(3, 2).flip(0)
+    paged = [x.reshape(6, 6, 2, 16) for x in (k, v)]
+    again, short = [], _sharded_decode._again
+
+    def counted(*given):
+        made = short(*given)
+        again.append(made is not None)
+        return made
+
+    _sharded_decode._again = counted
+    calls = (
+        dict(),
+        dict(sinks=sinks),
+        dict(softmax_scale=0.5, softcap=2.0),
+        dict(cache_seqlens=used),
+        dict(cache_seqlens=used, page_table=pages, sinks=sinks),
+    )
+    found = []
+    for step in range(3):
+        for at, call in enumerate(calls):
+            # Other queries at each step.
+            q = halves(3, 1, 4, 16) * (1 + step)
+            own = paged if "page_table" in call else (k, v)
+            out, lse = distributed.decode_attention(q, *own, return_lse=True, **call)
+            found.append((call, q, own, out, lse))
+            assert again.pop() is (step > 0), (step, call)
+    # Results of earlier calls are their own, and those of calls that take the long way.
+    _sharded_decode._kinds.clear()
+    for call, q, own, out, lse in found:
+        want = distributed.decode_attention(q, *own, return_lse=True, **call)
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        _sharded_decode._kinds.clear()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for _ in range(2):
+            with mode():
+                out = distributed.decode_attention(q, k, v)
+            assert torch.equal(out, distributed.decode_attention(q, k, v))
+    # A chunk of queries: the last rank alone has a mask.
+    q = halves(3, 4, 4, 16)
+    for _ in range(3):
+        out = distributed.decode_attention(q, k, v)
+        want = fa_attn.flash_attn_func(q, *whole, causal=True)
+        torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+    assert again[-1]
+    # What is differentiated takes the long way, which refuses it.
+    with pytest.raises(fa_attn.UnsupportedError, match="gradients of decode_attention"):
+        distributed.decode_attention(q.clone().requires_grad_(), k, v)
+    # A rank that has left a call is an error of the other, and ranks that differ say so.
+    with pytest.raises(fa_attn.InputError, match="the same options"):
+        distributed.decode_attention(q[:, : 1 + rank], k, v, softcap=1.0)
 
 
 @ranks(2)
