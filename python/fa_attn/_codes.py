@@ -4,7 +4,7 @@ A value is its code (an e4m3 or e5m2 number, or an integer of 8 bits or 4) times
 `v_descale`, float32, of the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv),
 or one for each row of each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
 is the batch, else (total_k, heads_kv). Where q holds e4m3 codes as well, `q_descale` is of the same shapes but
-those of rows, per K/V head, and out is of 16 bits.
+those of rows, per K/V head, and out is of 16 bits. Codes of e5m2 in q become numbers of 16 bits, exactly.
 """
 
 from __future__ import annotations
@@ -175,12 +175,15 @@ def coded(
     asked = asked_codes(asked, k)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
+    if codes is not None and (held == "float8_e5m2" or (held == "uint8" and asked == "e5m2")):
+        of_library = face_of(array("q", q)).codes
+        q = of_library.decoded(q, None, of_library.NUMBERS, "e5m2")
     is_fp8 = holds_codes(q)
     if is_fp8:
-        if held in ("int8", "float8_e5m2") or asked == "e5m2":
+        if held in ("int8", "float8_e5m2"):
             raise UnsupportedError(
                 f"q holds {held}, k and v {asked or _type_of(k)}: q of 8 bits is float8_e4m3fn, with k and v "
-                "like it; beside others give q in 16 bits"
+                "like it, or float8_e5m2 beside codes; beside others give q in 16 bits"
             )
         if asked == "int4":
             raise UnsupportedError(f"q holds {held}: beside k and v in int4 it is of 16 bits, or float32")
@@ -245,8 +248,6 @@ def joining(q, k, v, descales, numbers):
         rows[at] = of_library.decoded(x, None, wide, numbers.kv_dtype)
         descales[at] = None
     if holds_codes(q):
-        if _type_of(q) not in ("float8_e4m3fn", "uint8"):
-            raise UnsupportedError(f"q holds {_type_of(q)}: q of 8 bits is float8_e4m3fn, give it in 16 bits")
         q = face_of(q).codes.decoded(q, None, rows[0].dtype, "e4m3")
     return (q, *rows, descales)
 

@@ -9,6 +9,8 @@ from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = jnp.float16
+# What queries in codes of e5m2 become, and the result with them.
+NUMBERS = jnp.bfloat16
 # Codes that are numbers of jax's.
 _FLOATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

@@ -10,6 +10,8 @@ from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = np.float32
+# What queries in codes of e5m2 become, and the result with them.
+NUMBERS = np.float32
 
 
 def _floats(name, x):

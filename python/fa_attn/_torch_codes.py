@@ -10,6 +10,8 @@ from ._torch_memory import FLOAT, PLAIN, check_tensor, is_compiling, is_recorded
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = torch.float16
+# What queries in codes of e5m2 become, and the result with them.
+NUMBERS = torch.bfloat16
 # Codes that are numbers of torch's.
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -222,6 +222,9 @@ def flash_attn_with_kvcache(
         is_cache=True,
         appends=k is not None,
     )
+    if numbers.out_dtype is None:
+        # Times its descale, and of codes of e5m2 their values.
+        given = q
     output_scale = options.get("output_scale")
     room = out if output_scale is None else None
     q, turned, new, descales = _joined(face, given, q, new, k_cache, tensors, numbers)

@@ -316,11 +316,6 @@ def test_refusals_say_what_works(library):
             "have zero points, within their scales",
         ),
         (
-            fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(bits, bits, bits, kv_cache_dtype="fp8_e5m2"),
-            "q of 8 bits is float8_e4m3fn",
-        ),
-        (
             fa_attn.InputError,
             lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4"),
             "k has a head dim of 32 and q of 16",
@@ -474,6 +469,47 @@ def test_descales_are_finite_and_not_negative(library, held):
             named = {**asked, name: as_array(library, np.array([1.0, value], np.float32))}
             with pytest.raises(fa_attn.InputError, match=f"{name}.*a descale is a finite number of 0 or more"):
                 fa_attn.flash_attn_with_kvcache(q, k, k, cache_seqlens=used, **named)
+
+
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", ("e5m2", "e4m3", "int8"))
+def test_queries_in_e5m2_are_the_numbers_of_their_codes(library, kind):
+    if library == "numpy" and kind != "e5m2":
+        pytest.skip("bytes are of one type")
+    q, k = normal(2, 3, 4, 16), normal(2, 9, 2, 16, seed=1)
+    one = as_array(library, np.ones(1, "f4"))
+    codes, own = fa_attn.quantize_kv(as_array(library, q), "e5m2", descale=one)
+    numbers = fa_attn.dequantize_kv(codes, own, kv_dtype="e5m2")
+    k8, descale, _, asked = given(library, kind, k)
+    if library == "torch":
+        import torch
+
+        numbers, asked = numbers.to(torch.bfloat16), {}
+    call = lambda q, **named: fa_attn.flash_attn_func(  # noqa: E731
+        q, k8, k8, causal=True, k_descale=descale, v_descale=descale, **asked, **named
+    )
+    assert np.array_equal(as_numpy(call(codes)), as_numpy(call(numbers)))
+    factor = as_array(library, np.array([2.0, 0.5], "f4"))
+    scaled = [as_numpy(call(x, q_descale=factor)) for x in (codes, numbers)]
+    assert np.array_equal(*scaled)
+
+    # Beside rows that join the cache, of which each result is that of its factor.
+    new, used = as_array(library, normal(2, 3, 2, 16, seed=2)), as_array(library, np.full(2, 4, np.int32))
+
+    def joined(q, **named):
+        cache = k8.copy() if library == "numpy" else k8.clone()
+        twin = k8.copy() if library == "numpy" else k8.clone()
+        own = numbers.dtype if library == "torch" else np.float32
+        rows = new.to(own) if library == "torch" else new
+        return as_numpy(
+            fa_attn.flash_attn_with_kvcache(
+                q, cache, twin, rows, rows, cache_seqlens=used, causal=True, **asked, **named
+            )
+        )
+
+    assert np.array_equal(joined(codes, q_descale=factor), joined(numbers, q_descale=factor))
+    twice = as_array(library, np.full(1, 2.0, "f4"))
+    assert np.array_equal(joined(codes, q_descale=twice), joined(2 * numbers))
 
 
 @needs_torch
