@@ -1,5 +1,6 @@
-//! Gradients of a program's arrays that kernels do not sum, of host tensors on a GPU: an array with an element
-//! for each place, which the host gathers, stands for each of their loads, and the host adds up its gradient.
+//! Gradients of a program's arrays that kernels do not sum, of host tensors on a GPU: an array with an
+//! element for each place, which the host gathers, stands for each of their loads, and the host adds up its
+//! gradient.
 
 use std::time::Duration;
 

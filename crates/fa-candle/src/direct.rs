@@ -1,5 +1,5 @@
-//! Gradients of a program's arrays that kernels do not sum: an array with an element for each place, which the
-//! host gathers, stands for each of their loads, and the host adds up its gradient.
+//! Gradients of a program's arrays that kernels do not sum: an array with an element for each place, which
+//! the host gathers, stands for each of their loads, and the host adds up its gradient.
 
 use candle_core::{Device, Result, Tensor, Var};
 use fa_core::program::{Interned, Places};

@@ -240,8 +240,8 @@ impl Cache {
         self.len() == 0
     }
 
-    /// Compiles a source and stores the result: the kernel, or the log of the errors, which is read by nothing
-    /// but people: only this process knows that it does not compile.
+    /// Compiles a source and stores the result: the kernel, or the log of the errors, for people: that a
+    /// source does not compile is known to this process alone.
     fn compile(
         &self,
         key: &str,

@@ -51,8 +51,8 @@ pub enum Fault {
 /// The first part of the names of entries that sum an array's gradient.
 const SUMS: &str = "fa_array_gradient";
 
-/// Bytes that such an entry may store, and load, by spills. At head dims whose sum is 320 and more it loads up
-/// to 460, a word for each of the products of a tile of 64 rows.
+/// Bytes that such an entry may store, and load, by spills. At head dims whose sum is 320 and more it loads
+/// up to 460.
 const MOST_OF_SUMS: u32 = 1024;
 
 /// ptxas codes for lost wgmma performance: wgmma serialised across function boundaries (C7510), for want of
@@ -224,7 +224,8 @@ mod tests {
             let entry = |name: &str, registers: u32, spilled: u32| {
                 format!(
                     "ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n\
-                     ptxas         .     40 bytes stack frame, 48 bytes spill stores, {spilled} bytes spill loads\n\
+                     ptxas         .     40 bytes stack frame, 48 bytes spill stores, \
+                     {spilled} bytes spill loads\n\
                      ptxas info    : Used {registers} registers, used 1 barriers\n"
                 )
             };
