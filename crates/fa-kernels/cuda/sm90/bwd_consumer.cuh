@@ -3,6 +3,7 @@
 #include "attn/alibi.cuh"
 #include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
+#include "attn/copied_ahead.cuh"
 #include "attn/mask.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/programs.cuh"
@@ -15,11 +16,13 @@
 #include "config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/bwd_dq.cuh"
 #include "sm90/bwd_layout.cuh"
@@ -56,32 +59,18 @@ __device__ __forceinline__ ScorePlace<C.sdp_swap_ab> bwd_place(const ShapeParams
 template <Sm90BwdConfig C>
 using BwdMaskBits = MaskBits<BwdTraits<C>::S::kRegisters, BwdTraits<C>::S::kBlocks, BwdTraits<C>::kConsumers>;
 
-// Several CTAs for each list of tiles of queries, each of as many threads as there are consumers: the bits of
-// the tiles that have some.
+// The bits of the tiles of queries that tiles of keys visit.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void keep_mask_bits(const BwdParams& params) {
+    constexpr int kBlocks = BwdTraits<C>::S::kBlocks;
     const BlockMapParams& map = map_of(params);
-    const int ctas = cta_count() / (map.batches * map.heads * map.columns);
-    const int list = cta_index() / ctas, slot = list / map.columns, n_block = list % map.columns;
-    const int batch = slot / map.heads, head = slot % map.heads;
-    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.rows);
-    const ListedBlocks blocks = ListedBlocks::of(entries);
-    const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int warp = thread_index() / 32, lane = lane_index();
-#pragma unroll 1
-    for (int i = cta_index() % ctas; i < min(blocks.count(), map.kept); i += ctas) {
-        if (blocks.full(i)) continue;
-        BwdMaskBits<C> bits;
-        bits.clear();
-#pragma unroll
-        for (int b = 0; b < BwdTraits<C>::S::kBlocks; ++b) {
-            bits.find(programs_of(params),
-                      bwd_place<C>(params.shape, seqlen, batch, head, blocks.at(i), n_block, b, warp / 4,
-                                   warp % 4, lane),
-                      b);
-        }
-        bits.write(entries, map.rows, i, thread_index());
-    }
+    auto place_of = [&](int batch, int head, int n_block, int m_block, int b) {
+        return bwd_place<C>(params.shape, Seqlen<C.varied>::of(params, batch), batch, head, m_block, n_block,
+                            b, warp / 4, warp % 4, lane);
+    };
+    fa::keep_mask_bits<BwdMaskBits<C>, kBlocks, mask_tile_words<C>(), false>(programs_of(params), map,
+                                                                             map.columns, map.rows, place_of);
 }
 
 // A consumer warpgroup: its accumulators, and its part of a step's products.
@@ -108,6 +97,7 @@ struct BwdConsumer {
     BwdPlaces<C> places;
     bool accumulate = false;
     MaskWords bits;
+    BlockEntry next_entry;  // of the list of a program's mask: that of the next step
 
     float s[S::kBlocks][S::kRegisters];
     float dp[S::kBlocks][S::kRegisters];
@@ -226,6 +216,41 @@ struct BwdConsumer {
                             warp, lane);
     }
 
+    // Where what a program reads of block `b` of the warp's tile of S^T is: rows of 16 keys for its queries,
+    // whose halves are swapped in every other four, by which ldmatrix has no bank conflicts.
+    __device__ __forceinline__ u32 ahead_block(int b) const {
+        return smem_address(smem.ahead.tile) + ((wg * S::kBlocks + b) * 4 + warp) * (T::CutS::kN * 32);
+    }
+    __device__ __forceinline__ void copy_ahead(int head, int m_block) const {
+        if constexpr (T::kCopiesAhead) {
+            const int first_query = m_block * C.tile_m + column_of_s();
+#pragma unroll
+            for (int b = 0; b < S::kBlocks; ++b) {
+                const auto place = place_of(b, head, m_block);
+                const Mods mods = place.mods(programs_of(params), 0);
+                const int key = place.key - lane / 4 + lane % 2 * 8;
+                const u32 to = ahead_block(b) + lane / 2 * 32 + (lane & 1 ^ lane >> 3 & 1) * 16;
+#pragma unroll
+                for (int row = 0; row < T::CutS::kN; row += 16) {
+                    const AheadLine<> line(mods, first_query + row + lane / 2, key, place.keys);
+                    line.template copy<8>(to + row * 32, key, 0);
+                }
+            }
+            cp_async_commit();
+            warp_sync();
+        }
+    }
+    __device__ __forceinline__ void add_copied(int b, int head, int m_block) {
+        if constexpr (T::kCopiesAhead) {
+            // Matrices of 8 queries by 8 keys: both halves of the keys, then those of the next 8 queries.
+            const u32 own =
+                ahead_block(b) + (lane / 16 * 8 + lane % 8) * 32 + (lane >> 3 & 1 ^ lane >> 2 & 1) * 16;
+            to_exponents_by_copies(
+                s[b], params, params.score, place_of(b, head, m_block),
+                [&](auto& words, int begin) { read_copied<16 * 32, true>(words, own + begin * 64); });
+        }
+    }
+
     // Turns products into probabilities P of a tile of queries, in place, but for the keys that `bits`
     // hide. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
     // p_words, and its product with the slope stays.
@@ -236,7 +261,11 @@ struct BwdConsumer {
         for (int b = 0; b < S::kBlocks; ++b) {
             score_mod.apply(s[b]);
             if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
-            if constexpr (kScoreProgram) to_exponents(s[b], params, place_of(b, head, m_block));
+            if constexpr (T::kCopiesAhead) {
+                add_copied(b, head, m_block);
+            } else if constexpr (kScoreProgram) {
+                to_exponents(s[b], params, place_of(b, head, m_block));
+            }
             if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place_of(b, head, m_block));
         }
         mask_band(m_block);
@@ -451,17 +480,20 @@ struct BwdConsumer {
     }
 
     // Reads what the mask's program leaves of the tile of queries at a place of the list.
-    __device__ __forceinline__ void read_bits(const Blocks& blocks, int place) {
+    __device__ __forceinline__ void read_bits(const Blocks& blocks, int place, BlockEntry entry) {
         if constexpr (kMaskProgram) {
             const BlockMapParams& map = map_of(params);
-            bits.read(map, blocks.words(), map.rows, place, blocks.full(place), thread_index() - 128);
+            bits.read(map, blocks.words(), map.rows, place, entry.full(), thread_index() - 128);
         }
     }
 
     // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
     // The bits of the tile of queries at `next` are read for the next step.
-    __device__ __forceinline__ void step(const Blocks& blocks, int head, int place, int next, float slope) {
-        const int m_block = blocks.at(place);
+    // It is the next head's in the last step of one.
+    __device__ __forceinline__ void step(const Blocks& blocks, int head, int m_block, int next, bool is_last,
+                                         float slope) {
+        // Before the waits, under which the load is hidden.
+        if constexpr (kMaskProgram) next_entry = blocks.entry_here(next);
         smem.q_bars.wait_full(places.q);
         issue_s();
         smem.do_bars.wait_full(places.dout);
@@ -469,8 +501,13 @@ struct BwdConsumer {
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
         to_probabilities(head, m_block, slope);
+        if constexpr (T::kCopiesAhead) {
+            // The next head begins with the tile at `next` again.
+            const int next_head = is_last ? head + 1 : head;
+            if (next_head < tile.end_head) copy_ahead(next_head, kMaskProgram ? next_entry.block() : next);
+        }
         const bool masks = kMaskProgram && bits.masks;
-        read_bits(blocks, next);
+        read_bits(blocks, next, next_entry);
         wgmma::wait<0>();
         differentiate(head, m_block, masks, slope);
         if constexpr (!kScoreSlope) pack_p(head, m_block);
@@ -511,13 +548,27 @@ struct BwdConsumer {
         mbarrier_wait(smem.v_full, places.keys_phase);
         const Blocks blocks =
             query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
-        if (range.begin < range.end) read_bits(blocks, query_block<C>(range, walk, range.begin));
+        if constexpr (kMaskProgram) {
+            if (range.begin < range.end) {
+                const int place = query_block<C>(range, walk, range.begin);
+                next_entry = blocks.entry(place);
+                read_bits(blocks, place, next_entry);
+            }
+        }
+        if constexpr (T::kCopiesAhead) {
+            if (range.begin < range.end) {
+                const int place = query_block<C>(range, walk, range.begin);
+                copy_ahead(tile.first_head, kMaskProgram ? next_entry.block() : place);
+            }
+        }
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
             for (int i = range.begin; i < range.end; ++i) {
                 const int next = i + 1 < range.end ? i + 1 : range.begin;
-                step(blocks, head, query_block<C>(range, walk, i), query_block<C>(range, walk, next), slope);
+                int m_block = query_block<C>(range, walk, i);
+                if constexpr (kMaskProgram) m_block = next_entry.block();
+                step(blocks, head, m_block, query_block<C>(range, walk, next), next == range.begin, slope);
             }
         }
         if (T::kDqAhead && accumulate) announce_dq();

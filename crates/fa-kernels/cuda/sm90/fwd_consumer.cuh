@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
+#include "attn/copied_ahead.cuh"
 #include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
@@ -15,6 +16,7 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -106,32 +108,18 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
 template <Sm90FwdConfig C>
 using FwdMaskBits = MaskBits<C.tile_n / 2, 1, 128 * C.num_wg>;
 
-// Several CTAs for each list of tiles of keys, each of as many threads as there are consumers: the bits of
-// the tiles that have some.
+// The bits of the tiles of keys that tiles of queries visit.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void keep_mask_bits(const FwdParams& params) {
     const BlockMapParams& map = map_of(params);
-    const int ctas = cta_count() / (map.batches * map.heads * map.rows);
-    const int list = cta_index() / ctas, slot = list / map.rows, m_block = list % map.rows;
-    const int batch = slot / map.heads, head = slot % map.heads;
-    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.columns);
-    const ListedBlocks blocks = ListedBlocks::of(entries);
-    const auto seqlen = Seqlen<C.varied>::of(params, batch);
-    const int warp = thread_index() / 32, lane = lane_index();
-    const int row = m_block * fa::tile_rows<C.pack_gqa, C.tile_m>(params) + 16 * warp + lane / 4;
-    const int count = blocks.count();
-#pragma unroll 1
-    for (int i = cta_index() % ctas; i < min(count, map.kept); i += ctas) {
-        const int place = count - 1 - i;
-        if (blocks.full(place)) continue;
-        FwdMaskBits<C> bits;
-        bits.clear();
-        bits.find(programs_of(params),
-                  row_place<C.pack_gqa>(params.shape, seqlen, batch, head, row,
-                                        blocks.at(place) * C.tile_n + 2 * (lane % 4)),
-                  0);
-        bits.write(entries, map.columns, i, thread_index());
-    }
+    const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int own_row = 16 * (thread_index() / 32) + lane_index() / 4, own_column = 2 * (lane_index() % 4);
+    auto place_of = [&](int batch, int head, int m_block, int n_block, int) {
+        return row_place<C.pack_gqa>(params.shape, Seqlen<C.varied>::of(params, batch), batch, head,
+                                     m_block * tile_rows + own_row, n_block * C.tile_n + own_column);
+    };
+    fa::keep_mask_bits<FwdMaskBits<C>, 1, mask_tile_words<C>(), true>(programs_of(params), map, map.rows,
+                                                                      map.columns, place_of);
 }
 
 template <Sm90FwdConfig C>
@@ -288,10 +276,44 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
         FwdMaskBits<C> mask_bits;
         auto read_ahead = [&](int i) {
-            if constexpr (kScoreProgram) {
+            if constexpr (kScoreProgram && !reads_words_ahead()) {
                 ahead.read(programs_of(params),
                            row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                  blocks.at(i) * C.tile_n + own_column));
+            }
+        };
+        // Copies what a program reads of the warp's 16 rows and tile `n_block` of the keys: a lane every
+        // eighth chunk of keys of every fourth row.
+        auto copy_ahead = [&](int n_block) {
+            if constexpr (reads_words_ahead()) {
+                using Tiles = AheadTiles<C>;
+                const int first_key = n_block * C.tile_n, chunk = lane % 8;
+                const u32 own_tile = smem_address(smem.ahead.tiles[4 * wg + warp]);
+#pragma unroll
+                for (int first = 0; first < 16; first += 4) {
+                    const int r = first + lane / 8;
+                    const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
+                                                             row - lane / 4 + r, first_key);
+                    const AheadLine<> line(place.mods(programs_of(params), 0), place.query[0], first_key,
+                                           seqlen.k());
+                    line.template copy<C.tile_n>(own_tile + r * Tiles::kRow, first_key, chunk);
+                }
+                cp_async_commit();
+                warp_sync();
+            }
+        };
+        // The same for the tile after place `i`, behind the softmax, which waits for no copy.
+        auto copy_next = [&](int i) {
+            if (reads_words_ahead() && i > range.begin) copy_ahead(blocks.at(i - 1));
+        };
+        auto add_copied = [&](const auto& place) {
+            if constexpr (reads_words_ahead()) {
+                // Matrices of 8 rows by 8 keys: rows 0 and 8, then those of the next 8 keys.
+                const u32 own = smem_address(smem.ahead.tiles[4 * wg + warp]) +
+                                lane % 16 * AheadTiles<C>::kRow + lane / 16 * 16;
+                to_exponents_by_copies(s, params, scores.params, place, [&](auto& words, int begin) {
+                    read_copied<32, false>(words, own + 4 * begin);
+                });
             }
         };
         // The bits of the mask's program, a tile of keys before they are needed.
@@ -313,7 +335,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (kMaskProgram || kScoreProgram) {
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                          n_block * C.tile_n + own_column);
-                if constexpr (kScoreProgram) to_exponents(s, params, scores.params, place, ahead);
+                if constexpr (reads_words_ahead()) {
+                    add_copied(place);
+                } else if constexpr (kScoreProgram) {
+                    to_exponents(s, params, scores.params, place, ahead);
+                }
                 if constexpr (kMaskProgram) mask_bits.hide(s, 0, programs_of(params), place);
                 read_mask_bits(i - 1);
             }
@@ -340,6 +366,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             // The first tile of keys: there is nothing to rescale.
             int n_block = range.end - 1;
+            copy_ahead(blocks.at(n_block));
             smem.k_bars.wait_full(k_state);
             issue_s();
             // With split keys the combine kernel adds the sinks. They are loaded under the product.
@@ -357,6 +384,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
             weigh_tile(s, n_block, 0);
             pack_p();
+            copy_next(n_block);
             if constexpr (C.skips_blocks) {
 #pragma unroll 1
                 for (int i = 0; i < skipped; ++i) {
@@ -394,6 +422,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                         pack_p();
                         if constexpr (!T::kRescaleFirst) scale_rows(o, rescale);
                     }
+                    copy_next(n_block);
                     accumulate = true;
                 }
                 smem.q_bars.release(q_state, elected);
@@ -421,6 +450,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     weigh_tile(s, n_block, 0);
                     pack_p();
                     scale_rows(o, rescale);
+                    copy_next(n_block);
                     smem.v_bars.wait_full(v_state);
                     issue_pv(true);
                 }
@@ -438,6 +468,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     softmax.relate_to_sinks(sink, lse);
                 }
             }
+            if constexpr (kScoreProgram && !never_hides()) softmax.keep_lowest(lse);
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             if constexpr (T::kCodes) descale_rows(params, tile.batch, kv_head, factor);
             const int shift = value_shift<C>(params, kv_head);
