@@ -468,7 +468,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     softmax.relate_to_sinks(sink, lse);
                 }
             }
-            if constexpr (kScoreProgram && !never_hides()) softmax.keep_lowest(lse);
+            if constexpr (kScoreProgram) softmax.keep_lowest(lse);
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             if constexpr (T::kCodes) descale_rows(params, tile.batch, kv_head, factor);
             const int shift = value_shift<C>(params, kv_head);
