@@ -278,7 +278,10 @@ impl KernelSpec {
         let is_kernel = match &self.kernel {
             Kernel::Sm90Fwd(_) => true,
             Kernel::Sm90Bwd(kernel) => {
-                kernel.sdp_swap_ab && matches!(program.class(), Some(ScoreClass::Additive { .. }))
+                // 16 queries at a time, of those that a warpgroup has.
+                let queries = kernel.tile_m / kernel.atom_layout_m_sdp.max(1);
+                let is_additive = matches!(program.class(), Some(ScoreClass::Additive { .. }));
+                kernel.sdp_swap_ab && queries.is_multiple_of(16) && is_additive
             }
             Kernel::Sm80Fwd(_)
             | Kernel::Sm80Bwd(_)

@@ -81,6 +81,7 @@ __device__ __forceinline__ void to_exponents_by_copies(float (&s)[N], const Para
                                                        const ScoreParams& scores, const Place& place,
                                                        const Read& read) {
     constexpr int kPart = N % 16 == 0 ? 16 : 8;
+    static_assert(N % kPart == 0);
     cp_async_wait<0>();
     warp_sync();
 #pragma unroll

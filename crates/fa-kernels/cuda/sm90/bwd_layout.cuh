@@ -147,8 +147,9 @@ struct BwdTraits : BwdLayout<C> {
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 &&
                                        C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the warpgroup that computed them");
-    // What a program reads for each query and key is copied, a tile ahead.
-    static constexpr bool kCopiesAhead = C.sdp_swap_ab && reads_words_ahead() && !kScoreSlope;
+    // What a program reads for each query and key is copied, a tile ahead, 16 queries at a time.
+    static constexpr bool kCopiesAhead =
+        C.sdp_swap_ab && BwdLayout<C>::CutS::kN % 16 == 0 && reads_words_ahead() && !kScoreSlope;
 
     static_assert(!C.whole_keys || (!C.dq_via_smem && !C.dq_swap_ab && !C.deterministic && !C.varied &&
                                     C.mask != MaskKind::Window && !kMaskProgram),
