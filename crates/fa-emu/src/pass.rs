@@ -99,10 +99,8 @@ impl Unit {
                             cluster: launch.cluster,
                             resident: options.resident,
                             smem_bytes: launch.smem,
-                            // So do the kernels of arrays' gradients, of every family, and what copies words
-                            // that a program reads ahead.
+                            // So do the kernels of arrays' gradients, of every family.
                             cp_async: self.spec.traits().copies_rows()
-                                || self.spec.copies_ahead()
                                 || launch.entry.starts_with("fa_array_gradient"),
                             blocks_per_sm: if launch.entry == fa_kernels::ENTRY { blocks_per_sm } else { 1 },
                         })

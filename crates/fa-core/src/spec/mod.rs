@@ -21,7 +21,6 @@ mod values;
 
 use serde::{Deserialize, Serialize};
 
-use crate::program::{Ahead, AheadForm, ScoreClass};
 use crate::{Arch, Dtype, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
@@ -268,28 +267,6 @@ impl KernelSpec {
     /// Whether K and V are codes, which the kernel converts to the type of Q.
     pub const fn reads_codes(&self) -> bool {
         self.types.kv.is_code() && !self.types.q.is_code()
-    }
-
-    /// Whether the kernel copies what a score's program reads for each query and key, words of 16 bits, to
-    /// shared memory, for ldmatrix.
-    pub fn copies_ahead(&self) -> bool {
-        let is_of_words = |ahead: Ahead| ahead.form == AheadForm::Keys && ahead.bytes == 2;
-        let Some(program) = self.score.program else { return false };
-        let is_kernel = match &self.kernel {
-            Kernel::Sm90Fwd(_) => true,
-            Kernel::Sm90Bwd(kernel) => {
-                // 16 queries at a time, of those that a warpgroup has.
-                let queries = kernel.tile_m / kernel.atom_layout_m_sdp.max(1);
-                let is_additive = matches!(program.class(), Some(ScoreClass::Additive { .. }));
-                kernel.sdp_swap_ab && queries.is_multiple_of(16) && is_additive
-            }
-            Kernel::Sm80Fwd(_)
-            | Kernel::Sm80Bwd(_)
-            | Kernel::Sm90FwdFp8(_)
-            | Kernel::Sm90Wide(_)
-            | Kernel::Sm100Fwd(_) => false,
-        };
-        is_kernel && program.ahead().is_some_and(is_of_words)
     }
 
     /// What finds rows, splits keys and shares loads goes together.

@@ -43,8 +43,7 @@ fn spec(kernel: &str, mask: &str, program: &str) -> KernelSpec {
     spec
 }
 
-/// Tiles of an odd number of 64 or 16: where a warp's copies of a bias end, and a warpgroup whose 40 queries
-/// are not copied.
+/// Tiles of keys that are no multiple of 64, and warpgroups with 40 queries of a tile of 80.
 const BIASED: [&str; 3] = [
     "Sm90Fwd((tile_m: 128, tile_n: 80, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: \
      2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, exp_poly_of_16: 0, \

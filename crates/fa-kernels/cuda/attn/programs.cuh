@@ -69,15 +69,6 @@ constexpr AheadForm ahead_form() {
     return AheadForm::None;
 }
 
-// Whether what it reads for each query and key is of 16 bits, which ldmatrix reads.
-template <class M = Mods>
-constexpr bool reads_words_ahead() {
-    if constexpr (ahead_form<M>() == AheadForm::Keys) {
-        return M::kAheadBytes == 2;
-    }
-    return false;
-}
-
 // A launch's parameters, with those of its program behind them.
 template <class Params>
 struct WithPrograms : Params {
@@ -203,14 +194,13 @@ struct NumbersTo<0, I...> {
 template <int Count>
 using Places = typename NumbersTo<Count>::Type;
 
-// The elements of the array that a program reads ahead, for N registers of a tile of S or S^T; with Copied
-// from shared memory (attn/copied_ahead.cuh).
-template <class Place, int N, bool Copied = false, class M = Mods>
+// The elements of the array that a program reads ahead, for N registers of a tile of S or S^T.
+template <class Place, int N, class M = Mods>
 struct Ahead {
     // Enumerators, which are no symbols of a cubin. Neighbouring queries are not neighbours in memory, and
     // the rows of several heads share no distances.
     enum : bool {
-        kReads = (ahead_form<M>() == AheadForm::Keys && (Copied || !Place::kTransposed)) ||
+        kReads = (ahead_form<M>() == AheadForm::Keys && !Place::kTransposed) ||
                  (ahead_form<M>() == AheadForm::Distances && !Place::kPacked),
         kKeys = ahead_form<M>() == AheadForm::Keys
     };
@@ -339,15 +329,14 @@ struct Ahead {
 
 // Turns products into scores, as exponents of which a natural unit has `unit`: finite where scores are, as
 // -inf alone hides a key. `scores`: the factors of the products.
-template <int N, class Params, class Place, bool Copied>
+template <int N, class Params, class Place>
 __device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                              const Place& place, const Ahead<Place, N, Copied>& ahead,
-                                              float unit) {
+                                              const Place& place, const Ahead<Place, N>& ahead, float unit) {
     place.template for_each<N>(programs_of(params),
                                [&](int i, const auto& mods, const auto& row, const auto& column) {
                                    const float product = s[i] * scores.scale;
                                    float score;
-                                   if constexpr (Ahead<Place, N, Copied>::kReads) {
+                                   if constexpr (Ahead<Place, N>::kReads) {
                                        score = mods.score(product, row, column, ahead.at(i));
                                    } else {
                                        score = mods.score(product, row, column);
@@ -357,13 +346,13 @@ __device__ __forceinline__ void change_scores(float (&s)[N], const Params& param
 }
 
 // The same to exponents of 2.
-template <int N, class Params, class Place, bool Copied, class M = Mods>
+template <int N, class Params, class Place, class M = Mods>
 __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                             const Place& place, const Ahead<Place, N, Copied>& ahead) {
+                                             const Place& place, const Ahead<Place, N>& ahead) {
     if constexpr (M::kScore && M::kAdditive) {
         place.template for_each<N>(programs_of(params),
                                    [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                       if constexpr (Ahead<Place, N, Copied>::kReads) {
+                                       if constexpr (Ahead<Place, N>::kReads) {
                                            const float added = mods.exponent(row, column, ahead.at(i));
                                            s[i] = fmaf(s[i], scores.scale_log2, added);
                                        } else {

@@ -3,7 +3,6 @@
 #include "attn/alibi.cuh"
 #include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
-#include "attn/copied_ahead.cuh"
 #include "attn/mask.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/programs.cuh"
@@ -16,13 +15,11 @@
 #include "config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
-#include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/bwd_dq.cuh"
 #include "sm90/bwd_layout.cuh"
@@ -216,41 +213,6 @@ struct BwdConsumer {
                             warp, lane);
     }
 
-    // Where what a program reads of block `b` of the warp's tile of S^T is: rows of 16 keys for its queries,
-    // whose halves are swapped in every other four, by which ldmatrix has no bank conflicts.
-    __device__ __forceinline__ u32 ahead_block(int b) const {
-        return smem_address(smem.ahead.tile) + ((wg * S::kBlocks + b) * 4 + warp) * (T::CutS::kN * 32);
-    }
-    __device__ __forceinline__ void copy_ahead(int head, int m_block) const {
-        if constexpr (T::kCopiesAhead) {
-            const int first_query = m_block * C.tile_m + column_of_s();
-#pragma unroll
-            for (int b = 0; b < S::kBlocks; ++b) {
-                const auto place = place_of(b, head, m_block);
-                const Mods mods = place.mods(programs_of(params), 0);
-                const int key = place.key - lane / 4 + lane % 2 * 8;
-                const u32 to = ahead_block(b) + lane / 2 * 32 + (lane & 1 ^ lane >> 3 & 1) * 16;
-#pragma unroll
-                for (int row = 0; row < T::CutS::kN; row += 16) {
-                    const AheadLine<> line(mods, first_query + row + lane / 2, key, place.keys);
-                    line.template copy<8>(to + row * 32, key, 0);
-                }
-            }
-            cp_async_commit();
-            warp_sync();
-        }
-    }
-    __device__ __forceinline__ void add_copied(int b, int head, int m_block) {
-        if constexpr (T::kCopiesAhead) {
-            // Matrices of 8 queries by 8 keys: both halves of the keys, then those of the next 8 queries.
-            const u32 own =
-                ahead_block(b) + (lane / 16 * 8 + lane % 8) * 32 + (lane >> 3 & 1 ^ lane >> 2 & 1) * 16;
-            to_exponents_by_copies(
-                s[b], params, params.score, place_of(b, head, m_block),
-                [&](auto& words, int begin) { read_copied<16 * 32, true>(words, own + begin * 64); });
-        }
-    }
-
     // Turns products into probabilities P of a tile of queries, in place, but for the keys that `bits`
     // hide. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
     // p_words, and its product with the slope stays.
@@ -261,11 +223,7 @@ struct BwdConsumer {
         for (int b = 0; b < S::kBlocks; ++b) {
             score_mod.apply(s[b]);
             if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
-            if constexpr (T::kCopiesAhead) {
-                add_copied(b, head, m_block);
-            } else if constexpr (kScoreProgram) {
-                to_exponents(s[b], params, place_of(b, head, m_block));
-            }
+            if constexpr (kScoreProgram) to_exponents(s[b], params, place_of(b, head, m_block));
             if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place_of(b, head, m_block));
         }
         mask_band(m_block);
@@ -489,9 +447,7 @@ struct BwdConsumer {
 
     // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
     // The bits of the tile of queries at `next` are read for the next step.
-    // It is the next head's in the last step of one.
-    __device__ __forceinline__ void step(const Blocks& blocks, int head, int m_block, int next, bool is_last,
-                                         float slope) {
+    __device__ __forceinline__ void step(const Blocks& blocks, int head, int m_block, int next, float slope) {
         // Before the waits, under which the load is hidden.
         if constexpr (kMaskProgram) next_entry = blocks.entry_here(next);
         smem.q_bars.wait_full(places.q);
@@ -501,11 +457,6 @@ struct BwdConsumer {
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
         to_probabilities(head, m_block, slope);
-        if constexpr (T::kCopiesAhead) {
-            // The next head begins with the tile at `next` again.
-            const int next_head = is_last ? head + 1 : head;
-            if (next_head < tile.end_head) copy_ahead(next_head, kMaskProgram ? next_entry.block() : next);
-        }
         const bool masks = kMaskProgram && bits.masks;
         read_bits(blocks, next, next_entry);
         wgmma::wait<0>();
@@ -555,12 +506,6 @@ struct BwdConsumer {
                 read_bits(blocks, place, next_entry);
             }
         }
-        if constexpr (T::kCopiesAhead) {
-            if (range.begin < range.end) {
-                const int place = query_block<C>(range, walk, range.begin);
-                copy_ahead(tile.first_head, kMaskProgram ? next_entry.block() : place);
-            }
-        }
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
@@ -568,7 +513,7 @@ struct BwdConsumer {
                 const int next = i + 1 < range.end ? i + 1 : range.begin;
                 int m_block = query_block<C>(range, walk, i);
                 if constexpr (kMaskProgram) m_block = next_entry.block();
-                step(blocks, head, m_block, query_block<C>(range, walk, next), next == range.begin, slope);
+                step(blocks, head, m_block, query_block<C>(range, walk, next), slope);
             }
         }
         if (T::kDqAhead && accumulate) announce_dq();

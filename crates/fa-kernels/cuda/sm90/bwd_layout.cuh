@@ -147,10 +147,6 @@ struct BwdTraits : BwdLayout<C> {
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 &&
                                        C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the warpgroup that computed them");
-    // What a program reads for each query and key is copied, a tile ahead, 16 queries at a time.
-    static constexpr bool kCopiesAhead =
-        C.sdp_swap_ab && BwdLayout<C>::CutS::kN % 16 == 0 && reads_words_ahead() && !kScoreSlope;
-
     static_assert(!C.whole_keys || (!C.dq_via_smem && !C.dq_swap_ab && !C.deterministic && !C.varied &&
                                     C.mask != MaskKind::Window && !kMaskProgram),
                   "every query sees a key of the only tile, which stores its dQ from registers");
@@ -166,11 +162,6 @@ struct TileStages {
     alignas(1024) u8 tiles[Stages][Bytes];
 };
 struct NoTile {};
-// What a program reads for a tile of S^T: of each warp's blocks of 16 keys, for all of its queries.
-template <int Bytes>
-struct AheadBlocks {
-    alignas(128) u8 tile[Bytes];
-};
 
 template <Sm90BwdConfig C>
 using Tile = BwdTileOf<C.varied>;
@@ -224,7 +215,6 @@ struct alignas(1024) BwdStorage {
     [[no_unique_address]] Either<C.mma_dkv_is_rs, NoTile, TileStages<T::Pds::kBytes, C.pds_stages>> p;
     alignas(1024) u8 ds[C.pds_stages][T::Pds::kBytes];
     [[no_unique_address]] Either<C.dq_via_smem, TileStages<T::DqOrder::kSlice * 4, 1>, NoTile> dq;
-    [[no_unique_address]] Either<T::kCopiesAhead, AheadBlocks<C.tile_m * C.tile_n * 2>, NoTile> ahead;
     alignas(128) float lse[C.do_stages][C.tile_m];
     alignas(128) float dpsum[C.do_stages][C.tile_m];
     Mbarrier k_full;

@@ -2,7 +2,6 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
-#include "attn/copied_ahead.cuh"
 #include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
@@ -16,7 +15,6 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -276,44 +274,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
         FwdMaskBits<C> mask_bits;
         auto read_ahead = [&](int i) {
-            if constexpr (kScoreProgram && !reads_words_ahead()) {
+            if constexpr (kScoreProgram) {
                 ahead.read(programs_of(params),
                            row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                  blocks.at(i) * C.tile_n + own_column));
-            }
-        };
-        // Copies what a program reads of the warp's 16 rows and tile `n_block` of the keys: a lane every
-        // eighth chunk of keys of every fourth row.
-        auto copy_ahead = [&](int n_block) {
-            if constexpr (reads_words_ahead()) {
-                using Tiles = AheadTiles<C>;
-                const int first_key = n_block * C.tile_n, chunk = lane % 8;
-                const u32 own_tile = smem_address(smem.ahead.tiles[4 * wg + warp]);
-#pragma unroll
-                for (int first = 0; first < 16; first += 4) {
-                    const int r = first + lane / 8;
-                    const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
-                                                             row - lane / 4 + r, first_key);
-                    const AheadLine<> line(place.mods(programs_of(params), 0), place.query[0], first_key,
-                                           seqlen.k());
-                    line.template copy<C.tile_n>(own_tile + r * Tiles::kRow, first_key, chunk);
-                }
-                cp_async_commit();
-                warp_sync();
-            }
-        };
-        // The same for the tile after place `i`, behind the softmax, which waits for no copy.
-        auto copy_next = [&](int i) {
-            if (reads_words_ahead() && i > range.begin) copy_ahead(blocks.at(i - 1));
-        };
-        auto add_copied = [&](const auto& place) {
-            if constexpr (reads_words_ahead()) {
-                // Matrices of 8 rows by 8 keys: rows 0 and 8, then those of the next 8 keys.
-                const u32 own = smem_address(smem.ahead.tiles[4 * wg + warp]) +
-                                lane % 16 * AheadTiles<C>::kRow + lane / 16 * 16;
-                to_exponents_by_copies(s, params, scores.params, place, [&](auto& words, int begin) {
-                    read_copied<32, false>(words, own + 4 * begin);
-                });
             }
         };
         // The bits of the mask's program, a tile of keys before they are needed.
@@ -335,11 +299,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (kMaskProgram || kScoreProgram) {
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
                                                          n_block * C.tile_n + own_column);
-                if constexpr (reads_words_ahead()) {
-                    add_copied(place);
-                } else if constexpr (kScoreProgram) {
-                    to_exponents(s, params, scores.params, place, ahead);
-                }
+                if constexpr (kScoreProgram) to_exponents(s, params, scores.params, place, ahead);
                 if constexpr (kMaskProgram) mask_bits.hide(s, 0, programs_of(params), place);
                 read_mask_bits(i - 1);
             }
@@ -366,7 +326,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             // The first tile of keys: there is nothing to rescale.
             int n_block = range.end - 1;
-            copy_ahead(blocks.at(n_block));
             smem.k_bars.wait_full(k_state);
             issue_s();
             // With split keys the combine kernel adds the sinks. They are loaded under the product.
@@ -384,7 +343,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
             weigh_tile(s, n_block, 0);
             pack_p();
-            copy_next(n_block);
             if constexpr (C.skips_blocks) {
 #pragma unroll 1
                 for (int i = 0; i < skipped; ++i) {
@@ -422,7 +380,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                         pack_p();
                         if constexpr (!T::kRescaleFirst) scale_rows(o, rescale);
                     }
-                    copy_next(n_block);
                     accumulate = true;
                 }
                 smem.q_bars.release(q_state, elected);
@@ -450,7 +407,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     weigh_tile(s, n_block, 0);
                     pack_p();
                     scale_rows(o, rescale);
-                    copy_next(n_block);
                     smem.v_bars.wait_full(v_state);
                     issue_pv(true);
                 }

@@ -1,6 +1,5 @@
 // The SM90 forward's layout: tiles, wgmma shapes, registers, producer warps and shared memory.
 #pragma once
-#include "attn/programs.cuh"
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
@@ -99,14 +98,6 @@ struct CodeStages {
     alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
 };
 struct NoCodeStages {};
-// What a program reads ahead for each warp's rows. Rows are an odd number of 16 bytes apart, by which
-// ldmatrix has no bank conflicts.
-template <Sm90FwdConfig C>
-struct AheadTiles {
-    static constexpr int kRow = 2 * C.tile_n + 16;
-    alignas(16) u8 tiles[4 * C.num_wg][16 * kRow];
-};
-struct NoAheadTiles {};
 template <bool Varied>
 struct TileTicket {
     PipelineBarriers<1> bars;
@@ -127,7 +118,6 @@ struct alignas(1024) SharedStorage {
         CodeStages<T::template Codes<typename T::K>::kBytes, T::template Codes<typename T::V>::kBytes,
                    max_of(C.code_stages, 1), C.tile_n>,
         NoCodeStages> codes;
-    [[no_unique_address]] Either<reads_words_ahead(), AheadTiles<C>, NoAheadTiles> ahead;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;

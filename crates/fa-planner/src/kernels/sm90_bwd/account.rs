@@ -52,9 +52,6 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     if kernel.dq_via_smem {
         plan.push("dq", tile_m * spec.head_dim * 4 / kernel.dq_slices.max(1), TILE_ALIGN);
     }
-    if spec.copies_ahead() {
-        plan.push("ahead", tile_m * tile_n * 2, ROW_STAT_ALIGN);
-    }
     plan.push("lse", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push("dpsum", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push_mbarriers("k_full", 1);

@@ -41,10 +41,6 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
         plan.push("v_codes", stored(hdv), CODE_ALIGN);
         plan.push("descales", rows * 2 * 4, CODE_ALIGN);
     }
-    if spec.copies_ahead() {
-        // A warp's 16 rows, padded by 16 bytes each.
-        plan.push("ahead", tile_m * (2 * tile_n + 16), 16);
-    }
     plan.push_mbarriers("q_full", q_stages);
     plan.push_mbarriers("q_empty", q_stages);
     for name in ["k_full", "k_empty", "v_full", "v_empty"] {
@@ -103,15 +99,9 @@ const GATHER: u32 = 4;
 /// Registers of addresses beside what a program reads ahead.
 const ADDRESSES: u32 = 4;
 
-/// Registers of what is read at a time of what a program reads from shared memory.
-const COPIED: u32 = 8;
-
 /// Registers of what a program reads before the scores are there.
 fn ahead(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
     let Some(ahead) = spec.score.program.and_then(|program| program.ahead()) else { return 0 };
-    if spec.copies_ahead() {
-        return COPIED + ADDRESSES;
-    }
     match ahead.registers(kernel.tile_n / 2, kernel.pack_gqa) {
         0 => 0,
         words => words + ADDRESSES,
