@@ -273,6 +273,33 @@ def test_an_expanded_bias_is_the_bias_it_shows():
     torch.testing.assert_close(results[0][1], results[1][1].sum(0, keepdim=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(B, H, SQ, SK), (B, 1, 1, SK), (SQ, SK), (B, 1, SQ, 1)])
+@pytest.mark.parametrize("wants", [True, False])
+def test_rows_of_the_lowest_number_are_uniform(shape, dtype, wants):
+    """A mask that is finfo.min throughout a row gives the mean of V, and the gradients of a uniform softmax, as
+    torch's math backend does (its flash backend on CPUs has them as many times as there are keys)."""
+    bias = draw(*shape, dtype=dtype)
+    rows = 0 if shape[-2] == 1 else slice(None, None, 4)
+    bias[..., rows, :] = torch.finfo(dtype).min
+
+    def found(function):
+        own = [x.clone().requires_grad_() for x in (q, k, v)]
+        mask = bias.clone().requires_grad_(wants)
+        out = function(*own, attn_mask=mask)
+        wanted = [*own, mask] if wants else own
+        return [out, *torch.autograd.grad(out, wanted, dout)]
+
+    q, k, v = draw(B, H, SQ, D, dtype=dtype), draw(B, H, SK, D, dtype=dtype), draw(B, H, SK, D, dtype=dtype)
+    dout = draw(B, H, SQ, D, dtype=dtype)
+    got = found(fa_attn.scaled_dot_product_attention)
+    atol = 2e-5 if dtype == torch.float32 else 6e-2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = found(torch.nn.functional.scaled_dot_product_attention)
+    for ours, theirs in zip(got, wanted):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-2)
+
+
 def test_only_the_bias_wants_a_gradient():
     # pytorch PR 188302; and none where nothing is asked for (cFE#115).
     q, k, v = draw(B, SQ, H, D), draw(B, SK, HK, D), draw(B, SK, HK, D)

@@ -3,7 +3,7 @@
 use super::cuda_names::Rate;
 use super::error::ProgramProblem;
 use super::graph::Graph;
-use super::node::{Binary, Node, NodeId, Unary};
+use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::types::{Deps, Type, Var};
 
 /// What a program does to a score `s`. Kernels compute what does not depend on `s` before there is one.
@@ -123,6 +123,12 @@ pub(super) fn in_exponents(graph: &mut Graph, x: NodeId) -> Result<NodeId, Progr
         let own = |x: NodeId| absorbed[x.index()];
         let made = if graph.ty(id) != Type::F32 {
             None
+        } else if let Node::Const(Const::F32(bits)) = graph.nodes[index] {
+            let number = f32::from_bits(bits);
+            let exponent = number * std::f32::consts::LOG2_E;
+            // Finite where the number is: minus infinity alone hides a key.
+            let is_finite = number.is_finite();
+            Some(graph.float(if is_finite { exponent.clamp(-f32::MAX, f32::MAX) } else { exponent })?)
         } else if Rate::of(graph.deps[index]).is_kept() {
             Some(graph.binary(Binary::Mul, id, log2e)?)
         } else {

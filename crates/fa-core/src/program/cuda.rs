@@ -200,30 +200,27 @@ impl Printer<'_> {
         self.text
             .push_str("\n    // Numbers that grow by one along a tile, from its first key or query on.\n");
         self.text.push_str("    struct Counts {};\n");
-        for (name, index, other, is_row) in [("Row", "q", "k", true), ("Column", "k", "q", false)] {
+        for (name, index, is_row) in [("Row", "q", true), ("Column", "k", false)] {
             let own = name.to_lowercase();
-            // With the other's first the number is there, with one's own first the step.
-            for (function, parameter, has_first) in
-                [("counted", format!("first_{other}"), true), ("stepped", format!("first_{index}"), false)]
-            {
+            // From the other's first it is the number, from one's own first the step.
+            let _ = writeln!(
+                self.text,
+                "    template <bool Steps>\n    __device__ __forceinline__ {name} {own}_from(int {index}, \
+                 int first) const {{\n        {name} {own} = this->{own}({index});"
+            );
+            for counted in self.counted.clone() {
+                let (query, key) = if is_row { (index, "first") } else { ("first", index) };
+                let number = self.count_at(counted.of, query, key);
+                let step = if is_row { counted.by_query } else { counted.by_key };
+                let sign = if step < 0 { "-" } else { "" };
                 let _ = writeln!(
                     self.text,
-                    "    __device__ __forceinline__ {name} {function}_{own}(int {index}, int {parameter}) \
-                     const {{\n        {name} {own} = this->{own}({index});"
+                    "        {own}.c{} = Steps ? {sign}static_cast<float>({index} - first) : \
+                     static_cast<float>({number});",
+                    counted.id.index()
                 );
-                for counted in self.counted.clone() {
-                    let number = if has_first {
-                        let (query, key) = if is_row { (index, &*parameter) } else { (&*parameter, index) };
-                        format!("static_cast<float>({})", self.count_at(counted.of, query, key))
-                    } else {
-                        let step = if is_row { counted.by_query } else { counted.by_key };
-                        let sign = if step < 0 { "-" } else { "" };
-                        format!("{sign}static_cast<float>({index} - {parameter})")
-                    };
-                    let _ = writeln!(self.text, "        {own}.c{} = {number};", counted.id.index());
-                }
-                let _ = writeln!(self.text, "        return {own};\n    }}");
             }
+            let _ = writeln!(self.text, "        return {own};\n    }}");
         }
     }
 
@@ -596,6 +593,10 @@ impl Printer<'_> {
             Node::Const(_) | Node::Var(_) | Node::Scalar(_) => value(id),
             Node::Load(array, _) => self.load(id, usize::from(array), at),
             Node::Unary(op, x) => unary(op, self.program.ty(x), &value(x)),
+            // The overflow of a finite addend would hide its key.
+            Node::Binary(Binary::Mul, a, b) if self.is_log2e(a) || self.is_log2e(b) => {
+                format!("multiply_towards_zero({}, {})", value(a), value(b))
+            }
             Node::Binary(op, a, b) => {
                 let constant = |node| if let Node::Const(value) = node { Some(value) } else { None };
                 let divisor = constant(self.node(b))
@@ -604,6 +605,10 @@ impl Printer<'_> {
             }
             Node::Select(c, a, b) => format!("{} ? {} : {}", value(c), value(a), value(b)),
         }
+    }
+
+    fn is_log2e(&self, id: NodeId) -> bool {
+        self.node(id) == Node::Const(Const::F32(std::f32::consts::LOG2_E.to_bits()))
     }
 
     fn load(&self, id: NodeId, array: usize, at: Rate) -> String {

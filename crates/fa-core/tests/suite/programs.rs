@@ -244,3 +244,15 @@ fn rows_have_the_values_of_their_points() {
         }
     }
 }
+
+/// A score of the lowest number is finite, which its exponent has to be as well: minus infinity hides a key.
+#[test]
+fn exponents_of_finite_addends_are_finite() {
+    let minus_infinity = format!("{:#010x}", f32::NEG_INFINITY.to_bits());
+    let lowest = format!("{:#010x}", f32::MIN.to_bits());
+    let text = parsed("score = s + select(q % 5 == 3, -3.4028235e38, 0.0);").cuda();
+    assert!(text.contains(&lowest) && !text.contains(&minus_infinity), "{text}");
+    for text in ["array t: bf16[_, _]; score = s + t[q, k];", "array t: f32[_]; score = s + t[q];"] {
+        assert!(parsed(text).cuda().contains("multiply_towards_zero("), "{text}");
+    }
+}

@@ -52,6 +52,8 @@ pub(super) fn finish(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
     use std::f32::consts::{LN_2, LOG2_E};
     match sink {
         None if sum == 0.0 => (0.0, f32::NEG_INFINITY),
+        // The exponents of lower scores are as low.
+        None if max == -f32::MAX => (1.0 / sum, max),
         None => (1.0 / sum, max * LN_2 + sum.ln()),
         Some(sink) if sum == 0.0 => (0.0, sink),
         Some(sink) => {

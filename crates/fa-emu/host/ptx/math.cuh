@@ -9,6 +9,12 @@ EMU_INLINE float float_of_bits(u32 bits) { return __builtin_bit_cast(float, bits
 EMU_INLINE u32 bits_of_float(float x) { return __builtin_bit_cast(u32, x); }
 EMU_INLINE float minus_infinity() { return -INFINITY; }
 EMU_INLINE float multiply_rounded(float a, float b) { return a * b; }
+EMU_INLINE float multiply_towards_zero(float a, float b) {
+    const double exact = double(a) * double(b);
+    const float rounded = static_cast<float>(exact);
+    const bool is_exact = !(std::fabs(double(rounded)) > std::fabs(exact));
+    return is_exact ? rounded : std::nextafter(rounded, 0.f);
+}
 EMU_INLINE float subtract_rounded(float a, float b) { return a - b; }
 
 EMU_INLINE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }

@@ -52,6 +52,21 @@ fn spec(kernel: &str, mask: &str, program: &str) -> KernelSpec {
     spec
 }
 
+/// Tiles of keys that are no multiple of 64, and warpgroups with 40 queries of a tile of 80.
+const BIASED: [&str; 3] = [
+    "Sm90Fwd((tile_m: 128, tile_n: 80, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: \
+     2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, exp_poly_of_16: 0, \
+     rescale_threshold: 8, pack_gqa: true))",
+    "Sm90Bwd((tile_m: 80, tile_n: 64, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, sdp_swap_ab: \
+     true, dkv_swap_ab: true, dq_swap_ab: true, atom_layout_m_sdp: 2, atom_layout_n_dkv: 2, \
+     atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, tile_order: Natural, \
+     deterministic: true))",
+    "Sm90Bwd((tile_m: 80, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, sdp_swap_ab: \
+     true, dkv_swap_ab: false, dq_swap_ab: true, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
+     atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
+     deterministic: false))",
+];
+
 /// The cases of the sweep that are short: an interpreter computes what is expected. Of masks whose kind an
 /// offset leaves alone, one has an offset, which `off` counts in.
 fn cases(spec: &KernelSpec) -> Vec<Case> {
@@ -101,6 +116,16 @@ fn programs_are_right_in_sm90_forwards() {
 #[ignore = "emulation"]
 fn programs_are_right_in_sm80_forwards() {
     check(&[3, 4, 10], 3);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn biases_are_right_in_tiles_of_any_size() {
+    let trials = Trials::default();
+    let bias = "array bias: bf16[_, _, _]; score = s + bias[h, q, k];";
+    let found: Vec<String> =
+        BIASED.into_iter().flat_map(|kernel| faults(&spec(kernel, "causal", bias), &trials)).collect();
+    assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
 }
 
 #[test]

@@ -198,7 +198,8 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                                 const float product = s[f][i] * params.score.scale;
                                 bool sees = key >= begin[r] && key < end[r];
                                 if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
-                                const float exponent = mods.score(product, row, column) * kLog2e;
+                                const float exponent =
+                                    multiply_towards_zero(mods.score(product, row, column), kLog2e);
                                 const float p = sees ? probability(exponent, lse[r]) : 0.f;
                                 float of_p = dp[f][i];
                                 if constexpr (weighs()) of_p *= mods.weight(row, column);

@@ -5,6 +5,7 @@
 #include "attn/block_range.cuh"
 #include "attn/programs.cuh"
 #include "program_params.cuh"
+#include "ptx/special.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -54,6 +55,10 @@ struct ListedBlocks {
     __device__ __forceinline__ const u32* words() const { return list; }
     __device__ __forceinline__ int count() const { return list[0]; }
     __device__ __forceinline__ BlockEntry entry(int i) const { return {list[1 + i]}; }
+    // The same by a load that stays where it is.
+    __device__ __forceinline__ BlockEntry entry_here(int i) const {
+        return {load_u32_here<0>(reinterpret_cast<const u8*>(list + 1 + i))};
+    }
     __device__ __forceinline__ int at(int i) const { return entry(i).block(); }
     __device__ __forceinline__ bool full(int i) const { return entry(i).full(); }
     __device__ __forceinline__ int rank(int i) const { return entry(i).rank(); }
@@ -69,6 +74,8 @@ struct CountedBlocks {
     __device__ __forceinline__ static CountedBlocks of(const u32*) { return {}; }
     __device__ __forceinline__ static const u32* words() { return nullptr; }
     __device__ __forceinline__ static int count() { return 0; }
+    __device__ __forceinline__ static BlockEntry entry(int) { return {}; }
+    __device__ __forceinline__ static BlockEntry entry_here(int) { return {}; }
     __device__ __forceinline__ static int at(int i) { return i; }
     __device__ __forceinline__ static bool full(int) { return true; }
     __device__ __forceinline__ static int rank(int) { return 0; }

@@ -7,6 +7,7 @@
 #include "attn/programs.cuh"
 #include "ptx/math.cuh"
 #include "ptx/special.cuh"
+#include "ptx/thread.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -18,7 +19,8 @@ struct MaskBits {
     u32 words[kWords];
     bool masks, are_kept;
 
-    // Those of the tile that is the `place`-th to have bits, of a list of at most `most`.
+    // Those of the tile that is the `place`-th to have bits, of a list of at most `most`. A list's tiles have
+    // places from its end in forwards, from its begin in backwards.
     __device__ __forceinline__ void read(const BlockMapParams& map, const u32* list, int most, int place,
                                          bool full, int thread) {
         masks = !full;
@@ -84,5 +86,30 @@ struct MaskBits {
         }
     }
 };
+
+// Several CTAs for each list of at most `most` tiles, each of as many threads as there are consumers: the
+// bits of the list's tiles that have some. `place_of(batch, head, outer, inner, b)`: of the list's own tile
+// and one of its tiles, where block `b` of a thread lies.
+template <class Bits, int Blocks, int TileWords, bool FromEnd, class PlaceOf>
+__device__ __forceinline__ void keep_mask_bits(const ProgramParams& programs, const BlockMapParams& map,
+                                               int lists, int most, const PlaceOf& place_of) {
+    const int ctas = cta_count() / (map.batches * map.heads * lists);
+    const int list = cta_index() / ctas, slot = list / lists, outer = list % lists;
+    const int batch = slot / map.heads, head = slot % map.heads;
+    u32* const entries = map.lists + i64(list) * list_words<TileWords>(map, most);
+    const ListedBlocks blocks = ListedBlocks::of(entries);
+    const int count = blocks.count();
+#pragma unroll 1
+    for (int i = cta_index() % ctas; i < min_of(count, map.kept); i += ctas) {
+        const BlockEntry entry = blocks.entry(FromEnd ? count - 1 - i : i);
+        if (entry.full()) continue;
+        Bits bits;
+        bits.clear();
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b)
+            bits.find(programs, place_of(batch, head, outer, entry.block(), b), b);
+        bits.write(entries, most, i, thread_index());
+    }
+}
 
 }  // namespace fa

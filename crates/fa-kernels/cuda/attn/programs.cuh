@@ -122,29 +122,21 @@ struct ScorePlace {
         return Mods(params, batch, own, own / group, queries, keys, offset);
     }
 
-    // A row, and a column, of the tile whose first ones these are.
-    template <class M>
-    __device__ __forceinline__ auto row_of(const M& mods, int row) const {
+    // A row (a query), or else a column (a key), of the tile whose first ones these are.
+    template <bool IsRow, class M>
+    __device__ __forceinline__ auto line_of(const M& mods, int index) const {
         if constexpr (requires { typename M::Counts; }) {
-            if constexpr (Transposed) {
-                return mods.stepped_row(row, query[0]);
+            const int first = Transposed ? query[0] : key;
+            constexpr bool kSteps = IsRow == Transposed;
+            if constexpr (IsRow) {
+                return mods.template row_from<kSteps>(index, first);
             } else {
-                return mods.counted_row(row, key);
+                return mods.template column_from<kSteps>(index, first);
             }
+        } else if constexpr (IsRow) {
+            return mods.row(index);
         } else {
-            return mods.row(row);
-        }
-    }
-    template <class M>
-    __device__ __forceinline__ auto column_of(const M& mods, int column) const {
-        if constexpr (requires { typename M::Counts; }) {
-            if constexpr (Transposed) {
-                return mods.counted_column(column, query[0]);
-            } else {
-                return mods.stepped_column(column, key);
-            }
-        } else {
-            return mods.column(column);
+            return mods.column(index);
         }
     }
 
@@ -153,21 +145,21 @@ struct ScorePlace {
     __device__ __forceinline__ void for_each(const ProgramParams& params, const Body& body) const {
         const Mods first = mods(params, 0);
         if constexpr (Transposed) {
-            const Mods::Column columns[2] = {column_of(first, key), column_of(first, key + 8)};
+            const Mods::Column columns[2] = {line_of<false>(first, key), line_of<false>(first, key + 8)};
 #pragma unroll
             for (int c = 0; c < N / 2; ++c) {
-                const Mods::Row row = row_of(first, query[0] + 8 * (c / 2) + c % 2);
+                const Mods::Row row = line_of<true>(first, query[0] + 8 * (c / 2) + c % 2);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) body(4 * (c / 2) + 2 * r + c % 2, first, row, columns[r]);
             }
         } else {
             const Mods second = mods(params, 1);
-            const Mods::Row rows[2] = {row_of(first, query[0]), row_of(second, query[1])};
+            const Mods::Row rows[2] = {line_of<true>(first, query[0]), line_of<true>(second, query[1])};
 #pragma unroll
             for (int c = 0; c < N / 2; ++c) {
                 const int at = 4 * (c / 2) + c % 2, k = key + 8 * (c / 2) + c % 2;
-                body(at, first, rows[0], column_of(first, k));
-                body(at + 2, second, rows[1], column_of(second, k));
+                body(at, first, rows[0], line_of<false>(first, k));
+                body(at + 2, second, rows[1], line_of<false>(second, k));
             }
         }
     }
@@ -181,9 +173,10 @@ struct ScorePlace {
             const int row = i / 2 % 2, along = i / 4 * 8 + i % 2;
             const Mods own = mods(params, Transposed ? 0 : row);
             if constexpr (Transposed) {
-                body(i, own, row_of(own, query[0] + along), column_of(own, key + 8 * row));
+                body(i, own, line_of<true>(own, query[0] + along), line_of<false>(own, key + 8 * row));
             } else {
-                body(i, own, row_of(own, row == 0 ? query[0] : query[1]), column_of(own, key + along));
+                body(i, own, line_of<true>(own, row == 0 ? query[0] : query[1]),
+                     line_of<false>(own, key + along));
             }
         }
     }
@@ -334,19 +327,21 @@ struct Ahead {
     }
 };
 
-// Turns products into scores, as exponents of which a natural unit has `unit`; those below the range of
-// exponents hide their keys, as -inf does. `scores`: the factors of the products.
+// Turns products into scores, as exponents of which a natural unit has `unit`: finite where scores are, as
+// -inf alone hides a key. `scores`: the factors of the products.
 template <int N, class Params, class Place>
 __device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const ScoreParams& scores,
                                               const Place& place, const Ahead<Place, N>& ahead, float unit) {
     place.template for_each<N>(programs_of(params),
                                [&](int i, const auto& mods, const auto& row, const auto& column) {
                                    const float product = s[i] * scores.scale;
+                                   float score;
                                    if constexpr (Ahead<Place, N>::kReads) {
-                                       s[i] = mods.score(product, row, column, ahead.at(i)) * unit;
+                                       score = mods.score(product, row, column, ahead.at(i));
                                    } else {
-                                       s[i] = mods.score(product, row, column) * unit;
+                                       score = mods.score(product, row, column);
                                    }
+                                   s[i] = multiply_towards_zero(score, unit);
                                });
 }
 

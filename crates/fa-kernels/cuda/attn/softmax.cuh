@@ -159,6 +159,18 @@ struct Softmax {
         }
     }
 
+    // After finish(), the LSE of rows of which every exponent is the lowest number, as those of lower scores
+    // are: as low.
+    __device__ __forceinline__ static void keep_lowest(float (&lse)[2]) {
+        if constexpr (!kNatural) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const bool is_lowest = lse[row] >= kNothing && lse[row] < kNothing * (kLn2 * 0.9999f);
+                lse[row] = is_lowest ? kNothing : lse[row];
+            }
+        }
+    }
+
     // After finish(), whether an LSE is too large for its exponent to tell what it is relative to a sink.
     __device__ __forceinline__ static bool is_beyond_sinks(const float (&lse)[2]) {
         constexpr float kLarge = 65536.f;

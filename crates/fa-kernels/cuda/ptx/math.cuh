@@ -15,6 +15,9 @@ __device__ __forceinline__ float minus_infinity() { return float_of_bits(0xff800
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float subtract_rounded(float a, float b) { return __fsub_rn(a, b); }
 
+// a * b rounded towards zero: of finite factors it is finite, at most the largest f32 in magnitude.
+__device__ __forceinline__ float multiply_towards_zero(float a, float b) { return __fmul_rz(a, b); }
+
 // 2^x by the special-function unit, subnormals flushed; -inf gives 0 (PTX ISA, "ex2.approx.ftz").
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

@@ -642,11 +642,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             };
             if (C.split && output.splits > 1) {
                 rows[f].finish(factor, lse);
+                if constexpr (kScoreProgram) rows[f].keep_lowest(lse);
                 descale();
                 store_partial(workspace_rows(params, output, heads), params.shape.head_dim_v, sums[f], factor,
                               lse, row + 16 * f, end, own_row + 16 * f, -column, column == 0);
             } else {
                 finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
+                if constexpr (kScoreProgram) rows[f].keep_lowest(lse);
                 descale();
                 store_output<C.dtype, C.pack_gqa>(params, output_len, sums[f], factor, lse, row + 16 * f, end,
                                                   output.head, output.batch, -column, column == 0);

@@ -56,32 +56,18 @@ __device__ __forceinline__ ScorePlace<C.sdp_swap_ab> bwd_place(const ShapeParams
 template <Sm90BwdConfig C>
 using BwdMaskBits = MaskBits<BwdTraits<C>::S::kRegisters, BwdTraits<C>::S::kBlocks, BwdTraits<C>::kConsumers>;
 
-// Several CTAs for each list of tiles of queries, each of as many threads as there are consumers: the bits of
-// the tiles that have some.
+// The bits of the tiles of queries that tiles of keys visit.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void keep_mask_bits(const BwdParams& params) {
+    constexpr int kBlocks = BwdTraits<C>::S::kBlocks;
     const BlockMapParams& map = map_of(params);
-    const int ctas = cta_count() / (map.batches * map.heads * map.columns);
-    const int list = cta_index() / ctas, slot = list / map.columns, n_block = list % map.columns;
-    const int batch = slot / map.heads, head = slot % map.heads;
-    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.rows);
-    const ListedBlocks blocks = ListedBlocks::of(entries);
-    const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int warp = thread_index() / 32, lane = lane_index();
-#pragma unroll 1
-    for (int i = cta_index() % ctas; i < min(blocks.count(), map.kept); i += ctas) {
-        if (blocks.full(i)) continue;
-        BwdMaskBits<C> bits;
-        bits.clear();
-#pragma unroll
-        for (int b = 0; b < BwdTraits<C>::S::kBlocks; ++b) {
-            bits.find(programs_of(params),
-                      bwd_place<C>(params.shape, seqlen, batch, head, blocks.at(i), n_block, b, warp / 4,
-                                   warp % 4, lane),
-                      b);
-        }
-        bits.write(entries, map.rows, i, thread_index());
-    }
+    auto place_of = [&](int batch, int head, int n_block, int m_block, int b) {
+        return bwd_place<C>(params.shape, Seqlen<C.varied>::of(params, batch), batch, head, m_block, n_block,
+                            b, warp / 4, warp % 4, lane);
+    };
+    fa::keep_mask_bits<BwdMaskBits<C>, kBlocks, mask_tile_words<C>(), false>(programs_of(params), map,
+                                                                             map.columns, map.rows, place_of);
 }
 
 // A consumer warpgroup: its accumulators, and its part of a step's products.
@@ -108,6 +94,7 @@ struct BwdConsumer {
     BwdPlaces<C> places;
     bool accumulate = false;
     MaskWords bits;
+    BlockEntry next_entry;  // of the list of a program's mask: that of the next step
 
     float s[S::kBlocks][S::kRegisters];
     float dp[S::kBlocks][S::kRegisters];
@@ -451,17 +438,18 @@ struct BwdConsumer {
     }
 
     // Reads what the mask's program leaves of the tile of queries at a place of the list.
-    __device__ __forceinline__ void read_bits(const Blocks& blocks, int place) {
+    __device__ __forceinline__ void read_bits(const Blocks& blocks, int place, BlockEntry entry) {
         if constexpr (kMaskProgram) {
             const BlockMapParams& map = map_of(params);
-            bits.read(map, blocks.words(), map.rows, place, blocks.full(place), thread_index() - 128);
+            bits.read(map, blocks.words(), map.rows, place, entry.full(), thread_index() - 128);
         }
     }
 
     // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
     // The bits of the tile of queries at `next` are read for the next step.
-    __device__ __forceinline__ void step(const Blocks& blocks, int head, int place, int next, float slope) {
-        const int m_block = blocks.at(place);
+    __device__ __forceinline__ void step(const Blocks& blocks, int head, int m_block, int next, float slope) {
+        // Before the waits, under which the load is hidden.
+        if constexpr (kMaskProgram) next_entry = blocks.entry_here(next);
         smem.q_bars.wait_full(places.q);
         issue_s();
         smem.do_bars.wait_full(places.dout);
@@ -470,7 +458,7 @@ struct BwdConsumer {
         wgmma::wait<1>();
         to_probabilities(head, m_block, slope);
         const bool masks = kMaskProgram && bits.masks;
-        read_bits(blocks, next);
+        read_bits(blocks, next, next_entry);
         wgmma::wait<0>();
         differentiate(head, m_block, masks, slope);
         if constexpr (!kScoreSlope) pack_p(head, m_block);
@@ -511,13 +499,21 @@ struct BwdConsumer {
         mbarrier_wait(smem.v_full, places.keys_phase);
         const Blocks blocks =
             query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
-        if (range.begin < range.end) read_bits(blocks, query_block<C>(range, walk, range.begin));
+        if constexpr (kMaskProgram) {
+            if (range.begin < range.end) {
+                const int place = query_block<C>(range, walk, range.begin);
+                next_entry = blocks.entry(place);
+                read_bits(blocks, place, next_entry);
+            }
+        }
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
             for (int i = range.begin; i < range.end; ++i) {
                 const int next = i + 1 < range.end ? i + 1 : range.begin;
-                step(blocks, head, query_block<C>(range, walk, i), query_block<C>(range, walk, next), slope);
+                int m_block = query_block<C>(range, walk, i);
+                if constexpr (kMaskProgram) m_block = next_entry.block();
+                step(blocks, head, m_block, query_block<C>(range, walk, next), slope);
             }
         }
         if (T::kDqAhead && accumulate) announce_dq();

@@ -106,32 +106,18 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
 template <Sm90FwdConfig C>
 using FwdMaskBits = MaskBits<C.tile_n / 2, 1, 128 * C.num_wg>;
 
-// Several CTAs for each list of tiles of keys, each of as many threads as there are consumers: the bits of
-// the tiles that have some.
+// The bits of the tiles of keys that tiles of queries visit.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void keep_mask_bits(const FwdParams& params) {
     const BlockMapParams& map = map_of(params);
-    const int ctas = cta_count() / (map.batches * map.heads * map.rows);
-    const int list = cta_index() / ctas, slot = list / map.rows, m_block = list % map.rows;
-    const int batch = slot / map.heads, head = slot % map.heads;
-    u32* const entries = map.lists + i64(list) * list_words<mask_tile_words<C>()>(map, map.columns);
-    const ListedBlocks blocks = ListedBlocks::of(entries);
-    const auto seqlen = Seqlen<C.varied>::of(params, batch);
-    const int warp = thread_index() / 32, lane = lane_index();
-    const int row = m_block * fa::tile_rows<C.pack_gqa, C.tile_m>(params) + 16 * warp + lane / 4;
-    const int count = blocks.count();
-#pragma unroll 1
-    for (int i = cta_index() % ctas; i < min(count, map.kept); i += ctas) {
-        const int place = count - 1 - i;
-        if (blocks.full(place)) continue;
-        FwdMaskBits<C> bits;
-        bits.clear();
-        bits.find(programs_of(params),
-                  row_place<C.pack_gqa>(params.shape, seqlen, batch, head, row,
-                                        blocks.at(place) * C.tile_n + 2 * (lane % 4)),
-                  0);
-        bits.write(entries, map.columns, i, thread_index());
-    }
+    const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int own_row = 16 * (thread_index() / 32) + lane_index() / 4, own_column = 2 * (lane_index() % 4);
+    auto place_of = [&](int batch, int head, int m_block, int n_block, int) {
+        return row_place<C.pack_gqa>(params.shape, Seqlen<C.varied>::of(params, batch), batch, head,
+                                     m_block * tile_rows + own_row, n_block * C.tile_n + own_column);
+    };
+    fa::keep_mask_bits<FwdMaskBits<C>, 1, mask_tile_words<C>(), true>(programs_of(params), map, map.rows,
+                                                                      map.columns, place_of);
 }
 
 template <Sm90FwdConfig C>
@@ -438,6 +424,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     softmax.relate_to_sinks(sink, lse);
                 }
             }
+            if constexpr (kScoreProgram) softmax.keep_lowest(lse);
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             if constexpr (T::kCodes) descale_rows(params, tile.batch, kv_head, factor);
             const int shift = value_shift<C>(params, kv_head);

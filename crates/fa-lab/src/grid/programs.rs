@@ -8,7 +8,7 @@ use super::paged::pages_of;
 use crate::sequences::{Ragged, Sequences};
 
 /// What it is, its text, and whether the causal mask joins it.
-const PROGRAMS: [(&str, &str, bool); 17] = [
+const PROGRAMS: [(&str, &str, bool); 18] = [
     (
         "rows",
         "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
@@ -30,6 +30,23 @@ const PROGRAMS: [(&str, &str, bool); 17] = [
     ("distances", "array t: f32[_, _]; score = s + t[h, q - k + sk];", true),
     ("opposite distances", "array t: bf16[_]; mask = (q + k) % 7 != 0; score = 2.0 * s - t[k - q];", false),
     ("wide bias", "array bias: f32[_, _, _]; score = s + tanh(bias[b, h, k]) + bias[b, q // 2, k];", false),
+    // The lowest number as in masks of transformers, which hides no key where a row has nothing else.
+    (
+        "lowest keys",
+        "array bias: f32[_, _]; score = s + select(k % 3 == 1, -3.4028235e38, select(k % 7 == 2, -inf, \
+         bias[h, k]));",
+        false,
+    ),
+];
+
+/// Rows of nothing but the lowest number, by a program with rows, with pairs, and one that is not additive.
+/// Their gradients are not defined, as those of [`super::case::Values::Lowest`].
+pub(super) const LOWEST_ROWS: &str = "lowest rows";
+const LOWEST: [&str; 3] = [
+    "score = s + select(q % 5 == 3, -3.4028235e38, 0.0);",
+    "array bias: f32[_, _]; score = s + select(q % 5 == 3, -3.4028235e38, select(k % 7 == 2, -inf, \
+     bias[q, k]));",
+    "score = select(q % 5 == 3, -3.4028235e38, select(k % 7 == 2, -inf, tanh(s)));",
 ];
 
 fn score(text: &str) -> ScoreMod {
@@ -63,6 +80,16 @@ pub(super) fn programs(repeat: usize) -> Vec<Case> {
                 .with_score(score(text));
             cases.push(Case { what, ..case("programs", problem) });
         }
+    }
+    for (turn, text) in LOWEST.into_iter().enumerate() {
+        let (head_dim, head_dim_v) = dims[turn];
+        let problem = BASE
+            .with_lengths(Lengths::uniform(1, 130, 300))
+            .with_head_dims(head_dim, head_dim_v)
+            .with_mask(if turn == 1 { Mask::CAUSAL } else { Mask::FULL })
+            .with_types(Types::same(DTYPES[turn % 2]))
+            .with_score(score(text));
+        cases.push(Case { what: LOWEST_ROWS, ..case("programs", problem) });
     }
     let whole = of(3).with_lengths(Lengths::uniform(2, 700, 700));
     cases.push(Case { action: Action::Repeat(repeat), what: "bits", ..case("programs", whole) });
