@@ -15,8 +15,8 @@ fn main() -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the manifest's text and an array of `(file, bytes)` of the cubins of the bundle at FA_BUNDLE, or
-/// `dist/`.
+/// Writes the manifest's text and an array of `(file, bytes)` of the cubins that it names, of the bundle at
+/// FA_BUNDLE, or `dist/`.
 fn bundle(root: &Path, to: &Path) -> io::Result<()> {
     println!("cargo::rerun-if-env-changed=FA_BUNDLE");
     let folder = std::env::var_os("FA_BUNDLE").map_or_else(|| root.join("../../dist"), PathBuf::from);
@@ -29,6 +29,9 @@ fn bundle(root: &Path, to: &Path) -> io::Result<()> {
     }
     let mut files = Vec::new();
     list(&folder, "cubin", &mut files)?;
+    // Those of builds before stay in the folder.
+    let named = fs::read_to_string(&manifest)?;
+    files.retain(|file| named.contains(&format!("\"{}\"", name_below(&folder, file))));
     files.sort();
     let mut text = format!("(include_str!({manifest:?}), &[\n");
     for file in files {

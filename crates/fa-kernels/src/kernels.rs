@@ -17,7 +17,7 @@ use crate::launch::append::{AppendLaunch, BoundAppend};
 use crate::launch::call::{Backward, Forward};
 use crate::launch::dropout::{BoundDropout, DropoutLaunch};
 use crate::launch::merge::{BoundMerge, MergeLaunch};
-use crate::launch::module::LoadedKernel;
+use crate::launch::module::{LoadedKernel, SharedModules};
 use crate::launch::single::Single;
 use crate::{Error, Headers, driver, smem_bytes};
 
@@ -31,6 +31,7 @@ pub struct Kernels {
     cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
     loaded: Mutex<HashMap<KernelSpec, Arc<OnceLock<Arc<LoadedKernel>>>>>,
+    shared: SharedModules,
     append: OnceLock<Arc<Single>>,
     append_codes: OnceLock<Arc<Single>>,
     append_int4: OnceLock<Arc<Single>>,
@@ -82,6 +83,7 @@ impl Kernels {
             cache,
             compiler: Mutex::new(compiler),
             loaded: Mutex::default(),
+            shared: SharedModules::default(),
             append: OnceLock::new(),
             append_codes: OnceLock::new(),
             append_int4: OnceLock::new(),
@@ -184,8 +186,13 @@ impl Kernels {
             return Ok(kernel.clone());
         }
         let source = source(self.arch, &self.headers)?;
-        let compiled = self.cache.get_named(&*self.compiler()?, name, None, &source)?;
-        let kernel = Single::load(&self.context, name, &compiled.cubin)?;
+        let kernel = match Bundle::embedded().find(&source) {
+            Some(cubin) => Single::load(&self.context, name, cubin)?,
+            None => {
+                let compiled = self.cache.get_named(&*self.compiler()?, name, None, &source)?;
+                Single::load(&self.context, name, &compiled.cubin)?
+            }
+        };
         // If two threads load it, the first one wins; both loads are valid.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
     }
@@ -208,12 +215,13 @@ impl Kernels {
         }
         let programs = self.programs(spec)?;
         let device = (self.arch, self.sms);
+        let load = |cubins: &[&[u8]]| LoadedKernel::load(&self.context, spec, device, cubins, &self.shared);
         let kernel = match Bundle::embedded().find_all(&programs) {
-            Some(cubins) => LoadedKernel::load(&self.context, spec, device, &cubins)?,
+            Some(cubins) => load(&cubins)?,
             None => {
                 let compiled = self.cache.get_all(&*self.compiler()?, spec, &programs)?;
                 let cubins: Vec<&[u8]> = compiled.iter().map(|own| own.cubin.as_slice()).collect();
-                LoadedKernel::load(&self.context, spec, device, &cubins)?
+                load(&cubins)?
             }
         };
         // If two threads load the same kernel, the first one wins; both loads are valid.

@@ -35,6 +35,7 @@ pub mod bench;
 pub mod best;
 pub mod campaign;
 pub mod codes;
+pub mod common;
 pub mod configs;
 pub mod device;
 mod error;

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use anyhow::Context;
 use fa_core::{Arch, ShippedSpec, counted};
 use fa_kernels::{Cache, Headers, ship, specs};
-use fa_lab::read_text;
+use fa_lab::{common, read_text};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -32,7 +32,7 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     if let Some(count) = args.best {
         return best::command(args, usize::from(count));
     }
-    let shipped = match &args.specs {
+    let mut shipped = match &args.specs {
         Some(folder) => read_folder(folder)?,
         None => specs::shipped()
             .map_err(|(path, error)| anyhow::anyhow!("specs/{path}: {error}"))?
@@ -40,6 +40,15 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
             .map(|file| file.shipped)
             .collect(),
     };
+    if let Some(count) = args.common {
+        let is_new = |own: &ShippedSpec| {
+            let is_same = |ships: &ShippedSpec| ships.spec == own.spec && ships.archs.contains(&own.archs[0]);
+            !shipped.iter().any(is_same)
+        };
+        let common = common::kernels(&args.arch, usize::from(count)).into_iter().filter(is_new);
+        let common: Vec<ShippedSpec> = common.collect();
+        shipped.extend(common);
+    }
     let wanted = |arch: &&Arch| args.arch.is_empty() || args.arch.contains(arch);
     let jobs = shipped.iter().flat_map(|s| &s.archs).filter(wanted).count();
     if jobs == 0 {

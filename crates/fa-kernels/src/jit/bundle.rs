@@ -25,6 +25,8 @@ pub struct Manifest {
     pub compiler: String,
     /// The kernels.
     pub kernels: Vec<BundledKernel>,
+    /// The cubins of kernels without a spec: append, merge, dropout.
+    pub others: Vec<BundledCubin>,
 }
 
 /// One kernel of a bundle.
@@ -49,7 +51,8 @@ pub struct BundledKernel {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BundledCubin {
-    /// Its file in the bundle's folder.
+    /// Its file in the bundle's folder: `ARCH/NAME.HASH.cubin`, by the kernel's name or an entry's, with the
+    /// hash of the source.
     pub file: String,
     /// Its SHA-256.
     pub sha256: String,
@@ -57,14 +60,17 @@ pub struct BundledCubin {
     pub source: String,
 }
 
-/// The built-in bundle: kernels, and cubins by the hash of their source.
+/// The built-in bundle: cubins by the hash of their source, and the manifest's kernels, which are read where
+/// they are asked for.
 #[derive(Debug, Default)]
 pub struct Bundle {
-    kernels: Vec<BundledKernel>,
-    cubins: HashMap<String, &'static [u8]>,
+    cubins: HashMap<&'static str, &'static [u8]>,
+    manifest: &'static str,
+    kernels: OnceLock<Vec<BundledKernel>>,
 }
 
-/// The manifest and the cubins by file name, empty without the feature.
+/// The manifest and the cubins by file name, each of which ends in the hash of its source
+/// ([`BundledCubin::file`]); empty without the feature.
 #[cfg(feature = "bundle")]
 static EMBEDDED: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/bundle.rs"));
 #[cfg(not(feature = "bundle"))]
@@ -76,60 +82,70 @@ impl Bundle {
         static BUNDLE: OnceLock<Bundle> = OnceLock::new();
         BUNDLE.get_or_init(|| {
             let (manifest, files) = EMBEDDED;
-            if manifest.is_empty() {
-                return Bundle::default();
-            }
-            match serde_json::from_str::<Manifest>(manifest) {
-                Ok(manifest) => Bundle::of(manifest, files),
-                Err(error) => {
-                    tracing::error!(%error, "the built-in bundle's manifest cannot be read; kernels are \
-                        compiled");
-                    Bundle::default()
-                }
-            }
+            Bundle::of(manifest, files)
         })
     }
 
-    /// The kernels of a manifest whose files exist and are complete.
-    fn of(manifest: Manifest, files: &[(&str, &'static [u8])]) -> Bundle {
-        let files: HashMap<&str, &'static [u8]> = files.iter().copied().collect();
-        let mut cubins = HashMap::new();
-        for own in manifest.kernels.iter().flat_map(|kernel| &kernel.cubins) {
-            let cubin = files.get(own.file.as_str()).filter(|cubin| hash(&[cubin]) == own.sha256);
-            if let Some(cubin) = cubin {
-                cubins.insert(own.source.clone(), *cubin);
-            }
-        }
-        let mut kernels = manifest.kernels;
-        kernels.retain(|kernel| kernel.cubins.iter().all(|own| cubins.contains_key(&own.source)));
-        Bundle { kernels, cubins }
+    /// The bundle of a manifest's text and its files.
+    fn of(manifest: &'static str, files: &[(&'static str, &'static [u8])]) -> Bundle {
+        let cubins = files.iter().filter_map(|&(file, cubin)| Some((source_of(file)?, cubin)));
+        Bundle { cubins: cubins.collect(), manifest, kernels: OnceLock::new() }
     }
 
     /// The cubins compiled from exactly these programs; `None` in a bundle of other sources.
     pub fn find_all(&self, programs: &[Source]) -> Option<Vec<&'static [u8]>> {
-        if self.kernels.is_empty() {
+        programs.iter().map(|own| self.find(own)).collect()
+    }
+
+    /// The cubin compiled from exactly this program.
+    pub fn find(&self, program: &Source) -> Option<&'static [u8]> {
+        if self.cubins.is_empty() {
             return None;
         }
-        programs.iter().map(|own| self.cubins.get(&source_hash(own)).copied()).collect()
+        self.cubins.get(source_hash(program).as_str()).copied()
+    }
+
+    /// The kernels of the manifest whose cubins are there.
+    fn kernels(&self) -> &[BundledKernel] {
+        self.kernels.get_or_init(|| {
+            if self.manifest.is_empty() {
+                return Vec::new();
+            }
+            let mut kernels = match serde_json::from_str::<Manifest>(self.manifest) {
+                Ok(manifest) => manifest.kernels,
+                Err(error) => {
+                    tracing::error!(%error, "the built-in bundle's manifest cannot be read");
+                    Vec::new()
+                }
+            };
+            let has = |own: &BundledCubin| self.cubins.contains_key(own.source.as_str());
+            kernels.retain(|kernel| kernel.cubins.iter().all(has));
+            kernels
+        })
     }
 
     /// The specs that it holds for `arch`.
     pub fn specs(&self, arch: Arch) -> impl Iterator<Item = &KernelSpec> {
-        self.kernels.iter().filter(move |k| k.arch == arch).map(|k| &k.spec)
+        self.kernels().iter().filter(move |k| k.arch == arch).map(|k| &k.spec)
     }
 
     /// Number of kernels.
     pub fn len(&self) -> usize {
-        self.kernels.len()
+        self.kernels().len()
     }
 
     /// Whether it holds no kernels.
     pub fn is_empty(&self) -> bool {
-        self.kernels.is_empty()
+        self.kernels().is_empty()
     }
 }
 
 impl Manifest {
+    /// All cubins, those that kernels share as often as they are named.
+    pub fn cubins(&self) -> impl Iterator<Item = &BundledCubin> {
+        self.kernels.iter().flat_map(|kernel| &kernel.cubins).chain(&self.others)
+    }
+
     /// Reads the manifest of the bundle in `folder` and checks every cubin against it.
     ///
     /// # Errors
@@ -139,7 +155,7 @@ impl Manifest {
         let bad = |path: &Path, reason: String| Error::BadBundle { path: path.to_owned(), reason };
         let text = fs::read_to_string(&path).map_err(|e| bad(&path, e.to_string()))?;
         let manifest: Manifest = serde_json::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
-        for own in manifest.kernels.iter().flat_map(|kernel| &kernel.cubins) {
+        for own in manifest.cubins() {
             let file = folder.join(&own.file);
             let cubin = fs::read(&file).map_err(|e| bad(&file, e.to_string()))?;
             if hash(&[&cubin]) != own.sha256 {
@@ -148,6 +164,11 @@ impl Manifest {
         }
         Ok(manifest)
     }
+}
+
+/// The hash of the source in a cubin's file name.
+fn source_of(file: &str) -> Option<&str> {
+    file.strip_suffix(".cubin")?.rsplit('.').next()
 }
 
 /// Hash of a source: its target, unit and headers. It identifies the code of a validation record or of a

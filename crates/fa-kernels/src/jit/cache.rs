@@ -34,7 +34,7 @@ pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
 /// Part of every key: raised when the layout of an entry changes.
-const FORMAT: &str = "fa-kernels cache 2";
+const FORMAT: &str = "fa-kernels cache 3";
 
 /// Temporary folders of processes that died are removed after this long.
 const STALE: Duration = Duration::from_secs(3600);
@@ -109,7 +109,7 @@ impl Cache {
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
         self.check()?;
-        let identity = self.identity(compiler, source)?;
+        let identity = self.identities(compiler, std::slice::from_ref(source))?.remove(0);
         self.get_keyed(compiler, &Named { name, spec }, source, identity)
     }
 
@@ -162,8 +162,7 @@ impl Cache {
     ) -> Result<Vec<Arc<Compiled>>, Error> {
         self.check()?;
         let name = &spec.to_string();
-        let identities = programs.iter().map(|own| self.identity(compiler, own));
-        let identities = identities.collect::<Result<Vec<_>, Error>>()?;
+        let identities = self.identities(compiler, programs)?;
         let compiled: Vec<Result<Arc<Compiled>, Error>> = thread::scope(|scope| {
             let mut started = Vec::new();
             // The main one last, by this thread.
@@ -196,17 +195,21 @@ impl Cache {
         compiler: &Compiler,
         programs: &[Source],
     ) -> Result<(String, String), Error> {
-        let keys = programs.iter().map(|own| Ok(self.identity(compiler, own)?.1));
-        let keys = keys.collect::<Result<Vec<String>, Error>>()?;
-        let all: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
+        let keys = self.identities(compiler, programs)?;
+        let all: Vec<&[u8]> = keys.iter().map(|(_, key)| key.as_bytes()).collect();
         Ok((self.compiler_name(compiler)?, hash(&all)[..KEY_DIGITS].to_owned()))
     }
 
-    /// The name and version of `compiler`, and the key of what it makes of `source`.
-    fn identity(&self, compiler: &Compiler, source: &Source) -> Result<(String, String), Error> {
+    /// The name and version of `compiler`, and the key of what it makes of each of `programs`.
+    fn identities<'p>(
+        &self,
+        compiler: &Compiler,
+        programs: &'p [Source],
+    ) -> Result<Vec<(String, String)>, Error> {
         let name = self.compiler_name(compiler)?;
-        let key = key(&name, &compiler.flags(&source.target), source);
-        Ok((name, key))
+        let mut headers = Hashed::new();
+        let mut key_of = |own: &'p Source| key(&name, &compiler.flags(&own.target), own, &mut headers);
+        Ok(programs.iter().map(|own| (name.clone(), key_of(own))).collect())
     }
 
     /// Bytes on disk, all entries together.
@@ -443,10 +446,19 @@ const COMPILERS: &str = "compilers";
 /// Digits of a key: 128 bits, beyond any accident.
 const KEY_DIGITS: usize = 32;
 
-fn key(compiler: &str, flags: &[String], source: &Source) -> String {
+/// Headers by their names, with the hashes of their texts.
+type Hashed<'a> = HashMap<&'a str, (&'a str, String)>;
+
+/// The key of a source. Programs of one kernel share most of their headers, each of which is hashed once.
+fn key<'a>(compiler: &str, flags: &[String], source: &'a Source, known: &mut Hashed<'a>) -> String {
+    for (name, text) in &source.headers {
+        if known.get(name.as_str()).is_none_or(|(hashed, _)| hashed != text) {
+            known.insert(name, (text, hash(&[text.as_bytes()])));
+        }
+    }
     let flags = flags.join("\n");
     let fixed = [FORMAT, compiler, &flags, &source.unit];
-    let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
+    let headers = source.headers.iter().flat_map(|(name, _)| [name.as_str(), &known[name.as_str()].1]);
     let parts: Vec<&[u8]> = fixed.into_iter().chain(headers).map(str::as_bytes).collect();
     hash(&parts)[..KEY_DIGITS].to_owned()
 }

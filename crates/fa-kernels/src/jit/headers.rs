@@ -1,7 +1,7 @@
 //! The CUDA headers: compiled into the library, or read from a folder while kernels are being written.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -80,27 +80,42 @@ impl Headers {
     /// # Errors
     /// [`Error::MissingHeader`] for an `#include "..."` of a name that is not here.
     pub fn reachable(&self, text: &str) -> Result<Vec<(&str, &str)>, Error> {
+        self.reachable_by(text, &mut Includes::new())
+    }
+
+    /// [`Headers::reachable`] with what was read before of these headers.
+    ///
+    /// # Errors
+    /// As [`Headers::reachable`].
+    pub(super) fn reachable_by<'a>(
+        &'a self,
+        text: &str,
+        known: &mut Includes<'a>,
+    ) -> Result<Vec<(&'a str, &'a str)>, Error> {
         let mut found = BTreeMap::new();
-        let mut waiting = includes(text, "the translation unit");
+        let own = includes(text).map(|name| (name.to_owned(), "the translation unit"));
+        let mut waiting: Vec<(String, &str)> = own.collect();
         while let Some((name, from)) = waiting.pop() {
             let Some((name, text)) = self.0.get_key_value(&*name) else {
-                return Err(Error::MissingHeader { name, from });
+                return Err(Error::MissingHeader { name, from: from.to_owned() });
             };
             if found.insert(&**name, &**text).is_none() {
-                waiting.extend(includes(text, name));
+                let own = known.entry(name).or_insert_with(|| includes(text).collect());
+                waiting.extend(own.iter().map(|&own| (own.to_owned(), &**name)));
             }
         }
         Ok(found.into_iter().collect())
     }
 }
 
-/// The names that `text` includes, each with where it is included.
-fn includes(text: &str, from: &str) -> Vec<(String, String)> {
+/// The names that headers include.
+pub(super) type Includes<'a> = HashMap<&'a str, Vec<&'a str>>;
+
+/// The names that `text` includes.
+fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines()
         .filter_map(|line| line.trim_start().strip_prefix("#include"))
         .filter_map(|rest| rest.trim_start().strip_prefix('"')?.split('"').next())
-        .map(|name| (name.to_owned(), from.to_owned()))
-        .collect()
 }
 
 fn read_dir(

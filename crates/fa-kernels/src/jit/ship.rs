@@ -1,7 +1,9 @@
 //! Compiles a list of specs for their architectures and compares plan and result: `fa build`.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
+use fa_core::quantize::Codes;
 use fa_core::{Arch, KernelSpec, ShippedSpec};
 use fa_planner::account::{Occupancy, account};
 use rayon::prelude::*;
@@ -12,7 +14,7 @@ use crate::jit::cache::Cache;
 use crate::jit::compile::Compiler;
 use crate::jit::hash::hash;
 use crate::jit::report::Report;
-use crate::jit::source::Source;
+use crate::jit::source::{DROPOUT, MERGE, Source, append_entry, entries_of_programs};
 use crate::{Error, Headers, atomic_file, smem_bytes};
 
 /// One spec for one architecture, as planned and as compiled.
@@ -58,14 +60,16 @@ pub struct Built {
     pub failures: Vec<Failure>,
     /// The kernels, for [`write_bundle`]; in the order of `rows`.
     kernels: Vec<(BundledKernel, Vec<Vec<u8>>)>,
+    /// Kernels without a spec, for the same.
+    others: Vec<(BundledCubin, Vec<u8>)>,
 }
 
 /// Compiles every spec for those of its architectures that are in `archs` (all, when empty), on all cores.
 /// `progress` is called after each kernel, from any thread.
 ///
 /// # Errors
-/// [`Error::BadCompiler`] when the compiler cannot be used at all. A spec that fails is a [`Failure`], not an
-/// error.
+/// [`Error::BadCompiler`] when the compiler cannot be used at all, and those of kernels without a spec. A
+/// spec that fails is a [`Failure`], not an error.
 pub fn build(
     specs: &[ShippedSpec],
     archs: &[Arch],
@@ -98,7 +102,31 @@ pub fn build(
             Err(failure) => built.failures.push(failure),
         }
     }
+    let archs: BTreeSet<Arch> = built.rows.iter().map(|row| row.arch).collect();
+    for arch in archs {
+        for (entry, source) in without_specs(arch, headers)? {
+            let compiled = cache.get_named(compiler, entry, None, &source)?;
+            built.others.push((bundled(arch, entry, &source, &compiled.cubin), compiled.cubin.clone()));
+        }
+    }
     Ok(built)
+}
+
+/// The sources of the kernels without a spec, by their entries.
+fn without_specs(arch: Arch, headers: &Headers) -> Result<Vec<(&'static str, Source)>, Error> {
+    let caches = [None, Some(Codes::E4m3), Some(Codes::Int4)].into_iter();
+    let append = |codes| Source::append(codes, arch, headers).map(|source| (append_entry(codes), source));
+    let others = [
+        Source::merge(arch, headers).map(|source| (MERGE, source)),
+        Source::dropout(arch, headers).map(|source| (DROPOUT, source)),
+    ];
+    caches.map(append).chain(others).collect()
+}
+
+/// The cubin of a program, by the name of its kernel or of its entry.
+fn bundled(arch: Arch, name: &str, program: &Source, cubin: &[u8]) -> BundledCubin {
+    let source = source_hash(program);
+    BundledCubin { file: format!("{arch}/{name}.{source}.cubin"), sha256: hash(&[cubin]), source }
 }
 
 struct One {
@@ -138,19 +166,19 @@ fn build_one(
         report: report.clone(),
         cubin_bytes: compiled.iter().map(|own| own.cubin.len()).sum(),
     };
+    let entries = entries_of_programs(spec);
     let cubins = compiled.iter().zip(&programs).enumerate().map(|(index, (own, program))| {
-        let (sha256, source) = (hash(&[&own.cubin]), source_hash(program));
         // Of several kernels that share a program the file is one.
-        let name = if index == 0 { &row.name } else { &source };
-        BundledCubin { file: format!("{arch}/{name}.cubin"), sha256, source }
+        let name = if index == 0 { row.name.as_str() } else { entries[index][0] };
+        bundled(arch, name, program, &own.cubin)
     });
     let cubins = cubins.collect();
     let kernel = BundledKernel { name: row.name.clone(), spec: spec.clone(), arch, cubins, smem, report };
     Ok(One { row, kernel, cubins: compiled.iter().map(|own| own.cubin.clone()).collect() })
 }
 
-/// Writes the cubins of a build, `ARCH/NAME.cubin` and for shared programs `ARCH/HASH.cubin`, and then the
-/// manifest into `folder`, each in one step.
+/// Writes the cubins of a build ([`BundledCubin::file`]) and then the manifest into `folder`, each in one
+/// step.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -160,8 +188,12 @@ pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result
             atomic_file::write(&folder.join(&own.file), cubin)?;
         }
     }
+    for (own, cubin) in &built.others {
+        atomic_file::write(&folder.join(&own.file), cubin)?;
+    }
     let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
-    let manifest = Manifest { compiler: compiler.version()?, kernels };
+    let others = built.others.iter().map(|(own, _)| own.clone()).collect();
+    let manifest = Manifest { compiler: compiler.version()?, kernels, others };
     let text =
         serde_json::to_string_pretty(&manifest).expect("plain structs of numbers and names always serialise");
     let path = folder.join(MANIFEST);

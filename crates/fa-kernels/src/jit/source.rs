@@ -11,6 +11,7 @@ use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::code;
 use crate::jit::config;
 use crate::jit::hash::hash;
+use crate::jit::headers::Includes;
 use crate::{Error, Headers};
 
 /// The name of every unit's main entry function.
@@ -275,8 +276,9 @@ impl Source {
     ) -> Result<Vec<Source>, Error> {
         let own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
         let headers = own.as_ref().unwrap_or(headers);
+        let mut known = Includes::new();
         let source = |unit: String| -> Result<Source, Error> {
-            let reached = headers.reachable(&unit)?.into_iter();
+            let reached = headers.reachable_by(&unit, &mut known)?.into_iter();
             let headers = reached.map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
             Ok(Source { unit, headers, target: target(spec, arch) })
         };

@@ -1,15 +1,18 @@
 //! A kernel's cubins loaded into a context.
 #![allow(unsafe_code)]
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
 use crate::jit::array_gradients::array_gradient_smem;
+use crate::jit::hash::hash;
 use crate::jit::source::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries_of_programs};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
@@ -34,6 +37,28 @@ pub struct LoadedKernel {
     overlaps: bool,
 }
 
+/// The modules of a context whose programs many kernels have (the plan, the combination), by the hash of
+/// their code.
+#[derive(Debug, Default)]
+pub(crate) struct SharedModules(Mutex<HashMap<String, Arc<CudaModule>>>);
+
+impl SharedModules {
+    /// The module of `cubin`, loaded before or now.
+    fn load(&self, context: &Arc<CudaContext>, cubin: &[u8]) -> Result<Arc<CudaModule>, Error> {
+        // The map is valid even if another thread panicked.
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(match known.entry(hash(&[cubin])) {
+            Entry::Occupied(module) => module.get().clone(),
+            Entry::Vacant(place) => place.insert(load_module(context, cubin)?).clone(),
+        })
+    }
+}
+
+fn load_module(context: &Arc<CudaContext>, cubin: &[u8]) -> Result<Arc<CudaModule>, Error> {
+    let module = context.load_module(Ptx::from_binary(cubin.to_vec()));
+    module.map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))
+}
+
 /// The driver from which on graphs keep launches that may overlap (CUDA C++ Programming Guide, "Use in CUDA
 /// Graphs").
 const OVERLAPPING_GRAPHS: i32 = 12_030;
@@ -45,21 +70,20 @@ const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 
 impl LoadedKernel {
     /// Loads `cubins`, compiled from the programs of `spec`, and lets the kernel use the shared memory that
-    /// the planner accounts for.
+    /// the planner accounts for. Programs after the first are those of other kernels as well.
     ///
     /// # Errors
     /// [`Error::Driver`], for example for code that the driver is too old to load.
-    pub fn load(
+    pub(crate) fn load(
         context: &Arc<CudaContext>,
         spec: &KernelSpec,
         (arch, sms): (Arch, u32),
         cubins: &[&[u8]],
+        shared: &SharedModules,
     ) -> Result<LoadedKernel, Error> {
         let mut entries = Vec::new();
-        for (names, cubin) in entries_of_programs(spec).into_iter().zip(cubins) {
-            let module = context.load_module(Ptx::from_binary(cubin.to_vec())).map_err(|e| {
-                Error::driver("loading a kernel (its compiler may be newer than the driver)", e)
-            })?;
+        for (at, (names, cubin)) in entries_of_programs(spec).into_iter().zip(cubins).enumerate() {
+            let module = if at == 0 { load_module(context, cubin)? } else { shared.load(context, cubin)? };
             for name in names {
                 let function =
                     module.load_function(name).map_err(|e| Error::driver("finding an entry", e))?;

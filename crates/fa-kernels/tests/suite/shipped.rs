@@ -130,6 +130,11 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     let written = ship::write_bundle(&built, &compiler, folder.path()).unwrap();
     assert_eq!(written.kernels.len(), built.rows.len());
     assert_eq!(Manifest::read(folder.path()).unwrap(), written);
+    assert_eq!(written.others.len() % 5, 0);
+    assert!(written.others.iter().any(|own| own.file.starts_with("sm90/fa_append.")), "{:?}", written.others);
+    for own in written.cubins() {
+        assert!(own.file.ends_with(&format!(".{}.cubin", own.source)), "{}", own.file);
+    }
     let cubin = folder.path().join(&written.kernels[0].cubins[0].file);
     std::fs::write(&cubin, b"damaged").unwrap();
     let error = Manifest::read(folder.path()).unwrap_err().to_string();

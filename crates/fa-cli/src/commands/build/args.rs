@@ -13,9 +13,20 @@ use crate::flags::{self, HeadersArgs};
 
 /// What is built from specs. Flags of --all-configs and --best name these as well: clap does not require a
 /// flag that conflicts with another.
-const OF_BEST: [&str; 10] =
-    ["specs", "out", "arch", "all_configs", "headdim", "mode", "deterministic", "family", "json", "emit"];
-const OF_LISTED: [&str; 4] = ["specs", "out", "best", "emit"];
+const OF_BEST: [&str; 11] = [
+    "specs",
+    "common",
+    "out",
+    "arch",
+    "all_configs",
+    "headdim",
+    "mode",
+    "deterministic",
+    "family",
+    "json",
+    "emit",
+];
+const OF_LISTED: [&str; 5] = ["specs", "common", "out", "best", "emit"];
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
@@ -31,6 +42,11 @@ pub(crate) struct BuildArgs {
     /// Folder of specs in RON (default: those that ship with this program)
     #[arg(long, value_name = "DIR", conflicts_with_all = ["all_configs", "best"])]
     pub specs: Option<PathBuf>,
+    /// Also the kernels that the planner chooses for common problems (head dims 64, 128 and 256, bf16 and
+    /// f16, dense, packed and on pages, and gradients): of each architecture the N that most of them run
+    #[arg(long, value_name = "N", requires = "arch", conflicts_with_all = ["all_configs", "best", "emit"])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..))]
+    pub common: Option<u16>,
     /// Compile every configuration that the planner lists instead, and those that exceed its register limit
     /// by little, and show prediction and result side by side; nothing is written
     #[arg(long)]
@@ -122,6 +138,7 @@ impl BuildArgs {
 const BUILD_EXAMPLES: &str = "\
 Examples:
   fa build --out dist
+  fa build --arch sm90 --common 200             and what common problems run, for a wheel
   fa build --arch sm90 --specs my-specs/
   fa build --specs my-specs/ --headers my/cuda --emit source,ptx,sass --out texts
   fa build --all-configs --headdim 128 --mode bwd
