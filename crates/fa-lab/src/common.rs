@@ -145,8 +145,8 @@ mod tests {
     /// A call that a server and one that a trainer makes find their kernels among the first.
     #[test]
     fn the_first_serve_decoding_on_pages_and_long_causal_sequences() {
-        let kernels = most_chosen(&[Board::of_arch(Arch::Sm90)], &[128], 30);
-        assert_eq!(kernels.len(), 30);
+        let kernels = most_chosen(&[Board::of_arch(Arch::Sm90)], &[128], 70);
+        assert_eq!(kernels.len(), 70);
         let base = Problem::square(1, 4096, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
         let pages = Side::paged(16, 16 * 256, 4096);
         let decoding = base.with_lengths(Lengths::of(16, Side::padded(1), pages));
