@@ -277,8 +277,8 @@ def test_an_expanded_bias_is_the_bias_it_shows():
 @pytest.mark.parametrize("shape", [(B, H, SQ, SK), (B, 1, 1, SK), (SQ, SK), (B, 1, SQ, 1)])
 @pytest.mark.parametrize("wants", [True, False])
 def test_rows_of_the_lowest_number_are_uniform(shape, dtype, wants):
-    """A mask that is finfo.min throughout a row gives torch's mean of V, and the gradients of a uniform softmax,
-    as torch's math backend has them (its flash backend on CPUs has them as many times as there are keys)."""
+    """Rows that are finfo.min throughout give the mean of V, and the gradients of a uniform softmax, as
+    torch's math backend does (its flash backend on CPUs has them as many times as there are keys)."""
     bias = draw(*shape, dtype=dtype)
     rows = 0 if shape[-2] == 1 else slice(None, None, 4)
     bias[..., rows, :] = torch.finfo(dtype).min
@@ -296,8 +296,8 @@ def test_rows_of_the_lowest_number_are_uniform(shape, dtype, wants):
     atol = 2e-5 if dtype == torch.float32 else 6e-2
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         wanted = found(torch.nn.functional.scaled_dot_product_attention)
-    for ours, torchs in zip(got, wanted):
-        torch.testing.assert_close(ours, torchs, atol=atol, rtol=1e-2)
+    for ours, theirs in zip(got, wanted):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-2)
 
 
 def test_only_the_bias_wants_a_gradient():
