@@ -277,7 +277,7 @@ def test_an_expanded_bias_is_the_bias_it_shows():
 @pytest.mark.parametrize("shape", [(B, H, SQ, SK), (B, 1, 1, SK), (SQ, SK), (B, 1, SQ, 1)])
 @pytest.mark.parametrize("wants", [True, False])
 def test_rows_of_the_lowest_number_are_uniform(shape, dtype, wants):
-    """A mask that is finfo.min throughout a row gives the mean of V, and the gradients of a uniform softmax, as
+    """Rows that are finfo.min throughout give the mean of V, and the gradients of a uniform softmax, as
     torch's math backend does (its flash backend on CPUs has them as many times as there are keys)."""
     bias = draw(*shape, dtype=dtype)
     rows = 0 if shape[-2] == 1 else slice(None, None, 4)
