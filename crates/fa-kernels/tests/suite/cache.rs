@@ -265,7 +265,9 @@ fn errors_in_a_source_name_the_log_that_is_kept() {
 fn what_does_not_compile_is_compiled_once_in_a_process() {
     let broken =
         Source { unit: "extern \"C\" __global__ void fa_kernel() { x = 2; }".into(), ..small_source(0) };
-    let cache = Cache::open(None, 1 << 20);
+    // A cache on disk knows the compiler's version.
+    let root = tempfile::tempdir().unwrap();
+    let cache = open(root.path());
     let first = cache.get(&nvrtc(), &sm80_spec(), &broken).unwrap_err();
     let compiler = nvrtc();
     let second = cache.get(&compiler, &sm80_spec(), &broken).unwrap_err();
