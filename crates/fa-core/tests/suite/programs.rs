@@ -113,9 +113,9 @@ fn errors_name_what_is_wrong_and_where() {
         assert!(error.to_string().starts_with(message), "{text}\n{error}");
         assert_eq!(error.span.start, at, "{text}\n{error}");
     }
-    let arrays: String = (0..9).map(|i| format!("array a{i}: f32[_];")).collect();
+    let arrays: String = (0..17).map(|i| format!("array a{i}: f32[_];")).collect();
     let error = Program::parse(&(arrays + "q < k")).unwrap_err();
-    assert_eq!(error.problem, ProgramProblem::Limit { what: "arrays", most: 8, given: 9 });
+    assert_eq!(error.problem, ProgramProblem::Limit { what: "arrays", most: 16, given: 17 });
     let chain = format!("mask = {}q < k", "not ".repeat(500));
     assert!(Program::parse(&chain).is_err());
 }
