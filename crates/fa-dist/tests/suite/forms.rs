@@ -1,7 +1,7 @@
 //! Slopes, sinks, programs and gradients of LSE over ranks.
 
 use fa_core::program::{Inputs, OwnedInputs, Program};
-use fa_core::{Lengths, Mask, Problem};
+use fa_core::{Lengths, Mask, Pass, Problem};
 use fa_cpu::{Arguments, Extras};
 use fa_dist::{Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan};
 
