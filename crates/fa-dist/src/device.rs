@@ -49,6 +49,9 @@ impl DeviceAttention {
             let need = format!("the {} ranks of the plan", plan.world());
             return Err(Error::Ranks { name: "world", value: world, need });
         }
+        if backward.is_some() {
+            check_arrays(plan)?;
+        }
         let passes: Vec<Pass> = [Some(Pass::Forward), backward].into_iter().flatten().collect();
         let specs = passes.iter().map(|pass| Ok(one_gpu(&rank.gpu, plan, *pass)?.spec().clone()));
         let specs = specs.collect::<Result<Vec<_>, Error>>();
@@ -241,5 +244,48 @@ impl DeviceAttention {
         }
         let (got, need) = (format!("{got} elements"), format!("{need}"));
         Err(Error::Tensor { tensor: "lse", got, need })
+    }
+}
+
+/// Kernels add up the gradients of arrays where they are read at a call's own numbers, which those of a part
+/// are not.
+fn check_arrays(plan: &ShardPlan) -> Result<(), Error> {
+    let program = plan.problem().score.program;
+    let Some(array) = program.and_then(|own| own.arrays().iter().find(|array| array.gradient).cloned())
+    else {
+        return Ok(());
+    };
+    Err(Error::Refused {
+        scheme: plan.scheme().name(),
+        world: plan.world(),
+        what: format!("the gradient of the array {} of a program on GPUs", array.name),
+        instead: "declare it without grad, or use one GPU, fa_attn.distributed of Python, or HostAttention"
+            .to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::program::Program;
+    use fa_core::{Dtype, Mask, Problem};
+
+    use super::*;
+    use crate::plan::Scheme;
+    use crate::shard::Layout;
+
+    #[test]
+    fn gradients_of_arrays_are_refused_by_name() {
+        let plain = Problem::square(1, 64, 2, 64, Mask::FULL, Dtype::Bf16);
+        for (text, is_refused) in [
+            ("array bias: f32[_, _] grad; score = s + bias[h, k];", true),
+            ("array bias: f32[_, _]; score = s + bias[h, k];", false),
+        ] {
+            let program = Program::parse(text).unwrap().intern().unwrap();
+            let problem = plain.with_score(plain.score.with_program(Some(program)));
+            let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+            let said = check_arrays(&plan).err().map(|error| error.to_string());
+            assert_eq!(said.is_some(), is_refused);
+            assert!(said.is_none_or(|said| said.contains("gradient of the array bias of a program on GPUs")));
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fa_core::program::{Inputs, Interned};
+use fa_core::program::{Inputs, Interned, Program as Scores};
 use fa_core::{Pass, Strides};
 use fa_cpu::merge::{add_sinks, merge_row};
 use fa_cpu::tiled::{self, BackwardInputs};
@@ -216,6 +216,17 @@ struct HostEngine<'a, T> {
     /// The whole problem's.
     program: Option<Interned>,
     transport: &'a mut dyn HostTransport,
+    /// The gradients of the arrays of the whole's program, summed over the parts.
+    darrays: Option<&'a mut Vec<Vec<f32>>>,
+}
+
+/// Adds a part's gradients of arrays, which its program has in another order, to those of the `whole`.
+fn add_arrays((whole, part): (&Scores, &Scores), own: &[Vec<f32>], to: &mut [Vec<f32>]) {
+    for (array, to) in whole.arrays().iter().zip(to) {
+        let found = part.arrays().iter().zip(own).find(|(other, _)| other.name == array.name);
+        let Some((_, own)) = found else { continue };
+        to.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
+    }
 }
 
 /// The extras of a part: those of its heads, and its own starts.
@@ -336,7 +347,9 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 let mut values = shapes.map(|shape| vec![T::from_f32(0.0); shape.iter().product()]);
                 let [dq, dk, dv] = &mut values;
                 let mut own_dsinks = dsinks.as_ref().map(|view| vec![0.0; view.heads.len()]);
-                tiled::backward_extras(
+                let mut own_arrays = Vec::new();
+                let wants_arrays = self.darrays.is_some() && part.problem.score.program.is_some();
+                tiled::backward_program(
                     tiled::Options::default(),
                     &part.problem,
                     arguments,
@@ -345,7 +358,12 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                     &mut packed_mut("dk", dk, shapes[1])?,
                     &mut packed_mut("dv", dv, shapes[2])?,
                     own_dsinks.as_deref_mut(),
+                    wants_arrays.then_some(&mut own_arrays),
                 )?;
+                let programs = self.program.as_deref().zip(part.problem.score.program.as_deref());
+                if let (Some(sums), Some(programs)) = (&mut self.darrays, programs) {
+                    add_arrays(programs, &own_arrays, sums);
+                }
                 outputs.iter().zip(&values).for_each(|(view, values)| memory.write(view, values));
                 if let (Some(view), Some(values)) = (dsinks, own_dsinks) {
                     memory.write_f32(view, &values);
@@ -545,7 +563,7 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Out, Slot::Write(out.reborrow())),
             (Buffer::Lse, Slot::WriteF32(lse)),
         ];
-        self.run((&program, false), slots, extras)
+        self.run((&program, false), slots, extras, None)
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
@@ -562,7 +580,24 @@ impl<X: HostTransport> HostAttention<X> {
         dsinks: Option<&mut [f32]>,
         extras: impl Into<Arguments<'e>>,
     ) -> Result<(), Error> {
-        let done = self.backward_of(inputs, [dq, dk, dv], dsinks, extras.into());
+        self.backward_program(inputs, [dq, dk, dv], dsinks, None, extras)
+    }
+
+    /// [`HostAttention::backward`] with the gradients of the arrays that the problem's program reads:
+    /// `darrays` takes a packed array for each, which is empty where the program wants none. As those of the
+    /// sinks they are over what this rank computes, and the whole is the sum over ranks.
+    ///
+    /// # Errors
+    /// As [`HostAttention::backward`].
+    pub fn backward_program<'e, T: Wire>(
+        &mut self,
+        inputs: &BackwardInputs<'_, T>,
+        [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
+        dsinks: Option<&mut [f32]>,
+        darrays: Option<&mut Vec<Vec<f32>>>,
+        extras: impl Into<Arguments<'e>>,
+    ) -> Result<(), Error> {
+        let done = self.backward_of(inputs, [dq, dk, dv], dsinks, darrays, extras.into());
         self.told(done)
     }
 
@@ -571,9 +606,11 @@ impl<X: HostTransport> HostAttention<X> {
         inputs: &BackwardInputs<'_, T>,
         [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
         dsinks: Option<&mut [f32]>,
+        darrays: Option<&mut Vec<Vec<f32>>>,
         given: Arguments<'_>,
     ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::BACKWARD)?;
+        let darrays = self.sums_of_arrays(darrays, given.program)?;
         let (has_sinks, heads) = (self.plan.problem().score.sinks, self.plan.problem().heads_q);
         if let Some(got) = dsinks.as_ref().map(|dsinks| dsinks.len())
             && (!has_sinks || got != heads)
@@ -611,7 +648,28 @@ impl<X: HostTransport> HostAttention<X> {
             self.check_lse("dlse", dlse.len())?;
         }
         let slots = slots.into_iter().chain(dsinks).chain(dlse).collect();
-        self.run((&program, true), slots, given)
+        self.run((&program, true), slots, given, darrays)
+    }
+
+    /// Sums of 0 for the gradients of arrays.
+    fn sums_of_arrays<'d>(
+        &self,
+        darrays: Option<&'d mut Vec<Vec<f32>>>,
+        given: Option<&Inputs<'_>>,
+    ) -> Result<Option<&'d mut Vec<Vec<f32>>>, Error> {
+        let Some(darrays) = darrays else { return Ok(None) };
+        let Some(whole) = self.plan.problem().score.program else {
+            return Err(CpuError::Extra { name: "darrays", asked: false }.into());
+        };
+        darrays.clear();
+        darrays.resize_with(whole.arrays().len(), Vec::new);
+        let arrays = whole.arrays().iter().zip(given.map_or(&[][..], Inputs::arrays));
+        for (sums, (array, view)) in darrays.iter_mut().zip(arrays) {
+            if array.gradient {
+                sums.resize(view.extents.iter().map(|&extent| extent.max(0) as usize).product(), 0.0);
+            }
+        }
+        Ok(Some(darrays))
     }
 
     /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
@@ -627,12 +685,13 @@ impl<X: HostTransport> HostAttention<X> {
         (program, is_backward): (&Program, bool),
         slots: Vec<(Buffer, Slot<'a, T>)>,
         given: Arguments<'a>,
+        darrays: Option<&'a mut Vec<Vec<f32>>>,
     ) -> Result<(), Error> {
         self.plan.check_extras(&given.extras, if is_backward { Pass::BACKWARD } else { Pass::Forward })?;
         let memory = HostMemory::new(program, slots);
         let program_of_all = self.plan.problem().score.program;
         let transport = &mut self.transport;
-        let mut engine = HostEngine { memory, given, program: program_of_all, transport };
+        let mut engine = HostEngine { memory, given, program: program_of_all, transport, darrays };
         run(program, self.order, &mut engine)
     }
 

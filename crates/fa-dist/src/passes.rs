@@ -11,8 +11,7 @@ impl ShardPlan {
     /// What `rank` does for a pass.
     ///
     /// # Errors
-    /// [`Error::Ranks`] for a rank that is none; [`Error::Refused`] for gradients of a decode, and
-    /// of the arrays of a program.
+    /// [`Error::Ranks`] for a rank that is none; [`Error::Refused`] for gradients of a decode.
     pub fn program(&self, rank: usize, pass: Pass) -> Result<Program, Error> {
         if rank >= self.world() {
             let need = format!("0 to {}", self.world() - 1);
@@ -24,16 +23,6 @@ impl ShardPlan {
                 world: self.world(),
                 what: "gradients".to_owned(),
                 instead: "use gather, ulysses or ring".to_owned(),
-            });
-        }
-        let program = self.problem().score.program.filter(|_| pass.is_backward());
-        if let Some(array) = program.and_then(|own| own.arrays().iter().find(|array| array.gradient).cloned())
-        {
-            return Err(Error::Refused {
-                scheme: self.scheme().name(),
-                world: self.world(),
-                what: format!("the gradient of the array {} of a program", array.name),
-                instead: "declare it without grad, or use one GPU".to_owned(),
             });
         }
         Ok(match (self.scheme(), pass.is_backward()) {

@@ -45,6 +45,7 @@ pub(crate) struct Results<T> {
     pub lse: Vec<f32>,
     pub gradients: [Vec<T>; 3],
     pub dsinks: Vec<f32>,
+    pub darrays: Vec<Vec<f32>>,
 }
 
 pub(crate) fn view<T>(values: &[T], shape: [usize; 4]) -> TensorRef<'_, T> {
@@ -85,8 +86,8 @@ pub(crate) fn forward_alone(given: Arguments<'_>) -> Arguments<'_> {
     Arguments { extras: Extras { dlse: None, ..given.extras }, ..given }
 }
 
-/// One rank's results: O, LSE, dQ, dK, dV, and the gradient of the sinks.
-pub(crate) type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>);
+/// One rank's results: O, LSE, dQ, dK, dV, and the gradients of the sinks and of a program's arrays.
+pub(crate) type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>, Vec<Vec<f32>>);
 
 /// Whether a plan has gradients.
 pub(crate) fn has_gradients(plan: &ShardPlan) -> bool {
@@ -122,6 +123,7 @@ pub(crate) fn rank<'a, T: Wire + Default>(
     own.forward([q, k, v], to, &mut lse, forward_alone(arguments))?;
     let mut gradients = [0, 1, 2].map(|i| vec![T::default(); local[i].len()]);
     let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
+    let mut darrays = Vec::new();
     if has_gradients(plan) {
         let given = BackwardInputs { q, k, v, out: view(&out, local_shape[3]), lse: &lse, dout };
         let [dq, dk, dv] = &mut gradients;
@@ -140,9 +142,11 @@ pub(crate) fn rank<'a, T: Wire + Default>(
             }
         };
         arguments.extras.dlse = dlse.map(|_| own_dlse.as_slice());
-        own.backward(&given, to.each_mut(), problem.score.sinks.then_some(&mut dsinks), arguments)?;
+        let dsinks = problem.score.sinks.then_some(dsinks.as_mut_slice());
+        let to_arrays = problem.score.program.is_some().then_some(&mut darrays);
+        own.backward_program(&given, to.each_mut(), dsinks, to_arrays, arguments)?;
     }
-    Ok((out, lse, gradients, dsinks))
+    Ok((out, lse, gradients, dsinks, darrays))
 }
 
 /// Runs a plan on threads and puts the results together.
@@ -170,14 +174,23 @@ pub(crate) fn run<'a, T: Wire + Default>(
         lse: vec![0.0; batch * heads * rows],
         gradients: [empty(0), empty(1), empty(2)],
         dsinks: vec![0.0; if problem.score.sinks { heads } else { 0 }],
+        darrays: Vec::new(),
     };
     for (r, own) in ranks.into_iter().enumerate() {
-        let (out, lse, gradients, dsinks) = own.unwrap_or_else(|error| panic!("rank {r}: {error}"));
+        let (out, lse, gradients, dsinks, darrays) = own.unwrap_or_else(|error| panic!("rank {r}: {error}"));
         if plan.scheme() == Scheme::Decode {
             (all.out, all.lse) = (out, lse);
             continue;
         }
         all.dsinks.iter_mut().zip(dsinks).for_each(|(sum, own)| *sum += own);
+        if r == 0 {
+            all.darrays = darrays;
+        } else {
+            for (sums, own) in all.darrays.iter_mut().zip(darrays) {
+                assert_eq!(sums.len(), own.len(), "rank {r}");
+                sums.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
+            }
+        }
         gather(plan.queries(), r, &out, shapes[3], &mut all.out);
         // LSE has a row for each head: as a tensor of one head and `batch * heads` sequences.
         gather(plan.queries(), r, &lse, [batch * heads, rows, 1, 1], &mut all.lse);
@@ -213,8 +226,11 @@ pub(crate) fn alone<'a, T: Wire + Default>(
     let [dq, dk, dv] = &mut [view_mut(dq, shapes[0]), view_mut(dk, shapes[1]), view_mut(dv, shapes[2])];
     let mut dsinks = vec![0.0; if problem.score.sinks { problem.heads_q } else { 0 }];
     let own = problem.score.sinks.then_some(dsinks.as_mut_slice());
-    tiled::backward_extras(Default::default(), problem, extras, &given, dq, dk, dv, own).unwrap();
-    Results { out, lse, gradients, dsinks }
+    let mut darrays = Vec::new();
+    let to_arrays = problem.score.program.is_some().then_some(&mut darrays);
+    let options = Default::default();
+    tiled::backward_program(options, problem, extras, &given, dq, dk, dv, own, to_arrays).unwrap();
+    Results { out, lse, gradients, dsinks, darrays }
 }
 
 /// Ranks are as near to the oracle as one process is: within the tolerance of one kernel.
@@ -261,6 +277,15 @@ pub(crate) fn check_plan<'a, T: Wire + Default>(
             assert!(near, "{name}: dsinks {own} is not {exact}");
         }
         assert_eq!(found.dsinks.len(), exact.dsinks.len(), "{name}");
+        assert_eq!(found.darrays.len(), exact.darrays.len(), "{name}");
+        for (own, exact) in found.darrays.iter().zip(&exact.darrays) {
+            assert_eq!(own.len(), exact.len(), "{name}");
+            let largest = exact.iter().fold(0.0f64, |most, value| most.max(value.abs()));
+            for (own, exact) in own.iter().zip(exact) {
+                let near = (f64::from(*own) - exact).abs() < 1e-4 * (1.0 + largest);
+                assert!(near, "{name}: darrays {own} is not {exact}");
+            }
+        }
         for (i, exact) in [exact.dq, exact.dk, exact.dv].iter().enumerate() {
             judge(["dq", "dk", "dv"][i], shapes[i], &found.gradients[i], exact, &one.gradients[i]);
         }
