@@ -112,8 +112,8 @@ impl Counters {
     }
 }
 
-/// Memory for the forwards on a stream. Kernels use it in turn: each leaves at zero what the next one needs to
-/// be zero.
+/// Memory for the forwards on a stream. Kernels use it in turn: each leaves at zero what the next one needs
+/// to be zero.
 struct Workspace {
     _memory: Memory,
     address: u64,
@@ -350,9 +350,10 @@ impl Device {
         Ok(Some(Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() })))
     }
 
-    /// A workspace that calls on a stream share from now on; `None` where it would be too large, where too many
-    /// streams have one and where the driver has no memory for it. It is no memory of the caller's library: a
-    /// pool that a program is in, as of a graph that is warmed up, is given back or unmapped whole.
+    /// A workspace that calls on a stream share from now on; `None` where it would be too large, where too
+    /// many streams have one and where the driver has no memory for it. It is no memory of the caller's
+    /// library: a pool that a program is in, as of a graph that is warmed up, is given back or unmapped
+    /// whole.
     fn kept_workspace(&self, bytes: usize, stream: &Arc<CudaStream>, handle: u64) -> Option<Arc<Workspace>> {
         let has_room =
             |kept: &Table<u64, Arc<Workspace>>| kept.len() < WORKSPACES || kept.contains_key(&handle);

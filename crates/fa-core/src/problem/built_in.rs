@@ -15,8 +15,9 @@ impl Problem {
     /// scalars: a mask that is a band (comparisons of `k - q`, or of `k - q - off`, with numbers, joined by
     /// `and`) and a score that is a soft cap (`c * tanh(s / c)`) become [`Problem::mask`] and
     /// [`crate::ScoreMod::softcap`], which kernels have built in. Of a band within chunks of keys
-    /// (`q // c == k // c`), as Llama 4 has them, the chunks stay a program, as that of `attention_chunk` is. A
-    /// scalar without a value is none of the numbers. What is left of the program, if anything, reads the same arrays and scalars.
+    /// (`q // c == k // c`), as Llama 4 has them, the chunks stay a program, as that of `attention_chunk`
+    /// is. A scalar without a value is none of the numbers. What is left of the program, if anything, reads
+    /// the same arrays and scalars.
     ///
     /// ```
     /// use fa_core::program::Program;

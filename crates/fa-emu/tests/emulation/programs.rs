@@ -34,8 +34,9 @@ const PROGRAMS: [(&str, &str); 9] = [
     // More arrays than most programs have.
     (
         "causal",
-        "array aa: f32[_] grad; array ab: f32[_]; array ac: f32[_, _] grad; array ad: i32[_]; array ae: f32[_]; \
-         array af: f32[_]; array ag: f32[_, _]; array ah: u8[_]; array ai: f32[_, _] grad; array aj: f16[_]; \
+        "array aa: f32[_] grad; array ab: f32[_]; array ac: f32[_, _] grad; array ad: i32[_]; \
+         array ae: f32[_]; array af: f32[_]; array ag: f32[_, _]; array ah: u8[_]; array ai: f32[_, _] grad; \
+         array aj: f16[_]; \
          array keep: bool[_, _]; scalar cap: f32; mask = keep[b, k] or ad[q] < 3; \
          score = s * (1.0 + 0.1 * aa[h]) + ab[k] + ac[b, q] * ae[h] + af[q] + ag[h, k] + ai[h, k] \
          + aj[q - k + 16] + 0.01 * f32(ah[k]) + cap;",
