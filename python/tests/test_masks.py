@@ -460,7 +460,7 @@ def test_operators_pass_torchs_checks():
     q, k, v = (draw(1, 6, heads, 8).requires_grad_() for heads in (2, 1, 1))
     bias = draw(1, 2, 6, 6).requires_grad_()
     text = "array fa_bias: f32[_, _, _, _] grad;\nscore = s + fa_bias[b, h, q, k];"
-    program = (bias, *(None,) * 7, *(0.0,) * 8, text, "fa_bias", "")
+    program = (bias, *(None,) * 15, *(0.0,) * 8, text, "fa_bias", "")
     options = (None, True, -1, -1, 0.0, False, 0, False, None, None)
     for by_heads in (False, True):
         arguments = (q, k, v, *program, *(None,) * 10, 0, 0, *options, by_heads)
