@@ -308,7 +308,8 @@ def _called(recorder, function, result, arguments):
 
 
 def _reads_jax(function, seen):
-    """Whether a function closes over a module or a function of jax, or reads one by a global name."""
+    """Whether a function closes over a module, a function or an array of jax, or reads one by a global
+    name."""
     function = getattr(function, "__func__", getattr(function, "func", function))
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return False
@@ -316,9 +317,11 @@ def _reads_jax(function, seen):
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     scope = function.__globals__
     for value in [*cells, *(scope[name] for name in _names_of(function.__code__) if name in scope)]:
-        home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        is_code = isinstance(value, types.ModuleType) or callable(value)
-        if is_code and str(home).split(".")[0] == "jax" or _reads_jax(value, seen):
+        if isinstance(value, types.ModuleType):
+            home = value.__name__
+        else:
+            home = getattr(value, "__module__", None) if callable(value) else type(value).__module__
+        if str(home).split(".")[0] in ("jax", "jaxlib") or _reads_jax(value, seen):
             return True
     return False
 

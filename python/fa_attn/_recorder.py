@@ -132,7 +132,7 @@ class Recorder:
             return index
         if index.bounds is not None:
             self.reads_extents = True
-            if index.bounds[0] >= 0 or self.extents is None:
+            if index.bounds[0] >= 0 or self.extents is None and index.bounds[1] >= 0:
                 return index
         text = f"select({index.name} < 0, {index.name} + {size}, {index.name})"
         return self.line(text, "i32", index)
