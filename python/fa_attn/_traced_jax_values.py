@@ -175,20 +175,20 @@ class Values:
     def part(self, view, begins, shape):
         starts, axes = list(view.starts), list(view.axes)
         for at, (axis, begin) in enumerate(zip(view.axes, begins)):
+            if axis is None:
+                continue
+            is_first = isinstance(begin, Traced) and isinstance(starts[axis], int) and starts[axis] == 0
+            starts[axis] = begin if is_first else starts[axis] + begin
             if isinstance(begin, Traced):
-                if axis is None or not (isinstance(starts[axis], int) and starts[axis] == 0):
-                    raise UnsupportedError(
-                        "a part of a part of an array is indexed in a mask or score function: index the array"
-                    )
-                starts[axis], axes[at] = begin, None
-            elif axis is not None:
-                starts[axis] += begin
+                axes[at] = None
         return View(view.array, starts, axes, tuple(shape))
 
-    def index(self, begin, whole):
-        """An index that the recorder takes: it counts from the end where it is negative, as jax's own lines
-        before say, or else is taken for 0."""
-        begin = self.recorder.operand(begin)
+    def index(self, begin, view, at):
+        """An index along an axis of a part, as the recorder takes it: along an axis of the array it counts
+        from the end where it is negative, as jax's own lines before say, or else is taken for 0."""
+        begin, axis, whole = self.recorder.operand(begin), view.axes[at], view.shape[at]
+        if axis is not None and (view.starts[axis], view.array.shape[axis]) != (0, whole):
+            return self.recorder.operate("clamp", (begin, 0, whole - 1), {})
         _, x, size = self.wrapped.get(id(begin), (None, None, None))
         if size == whole:
             return x
@@ -209,7 +209,7 @@ class Values:
                     tests.append(self.recorder.operand(False))
                 begins[axis] = min(max(begin, 0), whole - 1)
                 continue
-            begins[axis] = self.index(begin, whole)
+            begins[axis] = self.index(begin, view, axis)
             if is_filled and not self.is_inside(begin, whole):
                 tests += [self.scalar("ge", [begin, 0]), self.scalar("lt", [begin, whole])]
         inside = None

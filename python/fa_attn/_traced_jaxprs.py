@@ -265,7 +265,7 @@ class _Equations(Values):
             raise UnsupportedError("a row of computed numbers is indexed in a mask or score function")
         view = array if isinstance(array, View) else View(array)
         at = []
-        for begin, size, whole in zip(begins, sizes, view.shape):
+        for axis, (begin, size, whole) in enumerate(zip(begins, sizes, view.shape)):
             begin = self.cells(begin).item()
             if size == whole:
                 # It begins at 0, wherever it is asked to.
@@ -273,7 +273,7 @@ class _Equations(Values):
             elif is_number(begin):
                 at.append(min(max(int(begin), 0), whole - size))
             elif size == 1:
-                at.append(self.index(begin, whole))
+                at.append(self.index(begin, view, axis))
             else:
                 raise UnsupportedError(
                     f"{size} of {whole} elements from a place that varies are read in a mask or score "

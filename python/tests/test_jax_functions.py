@@ -40,7 +40,7 @@ SCORES = {
     "cond": lambda s, b, h, q, k: lax.cond(q >= k, lambda x: x, lambda x: 0.5 * x, s),
     "switch": lambda s, b, h, q, k: lax.switch(h, [lambda x: x, lambda x: 2 * x, lambda x: -x], s),
     "select": lambda s, b, h, q, k: jnp.select([q == k, q > k], [s + 1.0, s], 0.25 * s),
-    "parts": lambda s, b, h, q, k: s + TABLE[h, 2:8][q % 6] + TABLE[h, ::2][k % 5] + TABLE[:, -1][-1 - h],
+    "parts": lambda s, b, h, q, k: s + TABLE[h, 2:8][q % 6 - 6] + TABLE[:, ::2][h, k % 5] + SLOPES[-1 - h],
     "moved": lambda s, b, h, q, k: s + SLOPES.at[q].get(mode="clip"),
     "filled": lambda s, b, h, q, k: s + SLOPES.at[k].get(mode="fill", fill_value=2),
     "piecewise": lambda s, b, h, q, k: jnp.piecewise(s, [s < 0, s >= 0], [lambda x: -x, lambda x: 2 * x]),
