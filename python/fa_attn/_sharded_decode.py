@@ -13,7 +13,8 @@ from . import torch as face
 from ._core import InputError, UnsupportedError
 from ._merging import PARTS, merge
 from ._programs import Program
-from ._sharded import Results, agree, check, has_agreed, of_all, place, together
+from ._sharded import Results, check
+from ._sharded_peers import agree, has_agreed, of_all, place, together
 from .interface import flash_attn_func
 from .serving import flash_attn_with_kvcache
 

@@ -9,7 +9,8 @@ import torch
 
 from ._core import InputError, UnsupportedError
 from ._programs import Program
-from ._sharded import Dealing, dealt, place
+from ._sharded import Dealing, dealt
+from ._sharded_peers import place
 
 # The function that torch's _create_cp_block_mask makes of a mask of the whole.
 _REWRITTEN = "_create_cp_block_mask.<locals>._rewrite_mask_mod.<locals>.<lambda>"

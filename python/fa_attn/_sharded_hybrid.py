@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from ._core import InputError, UnsupportedError
 from ._dropout import ADVANCE
-from ._sharded import Options, agree, check, place, shard, transferred
+from ._sharded import Options, check, shard
+from ._sharded_peers import agree, place, transferred
 from ._sharded_programs import dropout_state
 
 _groups = {}

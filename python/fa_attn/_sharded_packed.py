@@ -7,19 +7,8 @@ import functools
 import torch
 
 from ._core import InputError, UnsupportedError
-from ._sharded import (
-    Dealing,
-    InParts,
-    Options,
-    agree,
-    cast,
-    check,
-    chunk_length,
-    dealt,
-    place,
-    stacked,
-    together,
-)
+from ._sharded import Dealing, InParts, Options, cast, check, chunk_length, dealt, stacked
+from ._sharded_peers import agree, place, together
 from .interface import flash_attn_varlen_backward, flash_attn_varlen_func
 
 

@@ -14,7 +14,8 @@ from ._core import UnsupportedError
 from ._dropout import ADVANCE, dropping, numbers_of
 from ._modifications import Extents, Modifications, asked
 from ._options import MODIFICATIONS, call_options, extras_of
-from ._sharded import of_all, summed, telling, transferred
+from ._sharded import summed
+from ._sharded_peers import of_all, telling, transferred
 
 
 def modifications(name, q, rows, given):

@@ -4,8 +4,8 @@ ring-flash-attention's adapter."""
 from __future__ import annotations
 
 from ._core import InputError, UnsupportedError
-from ._sharded import place
 from ._sharded_packed import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
+from ._sharded_peers import place
 
 _lengths = {}
 

@@ -39,20 +39,14 @@ from ._sharded import (
     LAYOUTS,
     InParts,
     Options,
-    PeerLost,
-    agree,
     cast,
     check,
     chunk_length,
     dealt,
     of_rows,
-    place,
     positions,
     shard,
     stacked,
-    telling,
-    together,
-    transferred,
     unshard,
 )
 from ._sharded_decode import decode_attention
@@ -81,6 +75,7 @@ from ._sharded_packed import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
+from ._sharded_peers import PeerLost, agree, place, telling, together, transferred
 from ._sharded_programs import by_sequence, dropout_state, dropped, of_part
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of

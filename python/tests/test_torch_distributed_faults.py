@@ -40,7 +40,7 @@ def test_ranks_that_disagree_say_so():
 
 @ranks(3)
 def test_what_one_rank_raises_before_its_call_is_an_error_of_all():
-    from fa_attn import _sharded
+    from fa_attn import _sharded_peers
 
     rank = dist.get_rank()
     q = k = v = torch.ones(1, 8, 2, 8)
@@ -54,7 +54,7 @@ def test_what_one_rank_raises_before_its_call_is_an_error_of_all():
     )
     # Texts go by gloo, and as on GPUs by the host, where nobody knows the call yet.
     for is_slow in (False, True):
-        _sharded._is_slow = lambda device: is_slow
+        _sharded_peers._is_slow = lambda device: is_slow
         for step, call in enumerate(calls):
             failing = step % 3
             said = None if rank == failing else f"rank {failing} of the group fails before the call"
@@ -115,7 +115,7 @@ def test_a_rank_that_stops_is_an_error_of_the_other_at_every_stage():
 
 @ranks(3)
 def test_a_rank_without_memory_is_an_error_of_all_at_shapes_that_they_know():
-    from fa_attn import _sharded, _sharded_decode, _sharded_programs
+    from fa_attn import _sharded, _sharded_decode, _sharded_peers, _sharded_programs
 
     rank, q, k = dist.get_rank(), torch.ones(1, 12, 4, 8), torch.ones(1, 12, 2, 8)
     few, starts = q[:, :1].bfloat16(), torch.tensor([0, 12], dtype=torch.int32)
@@ -154,7 +154,7 @@ def test_a_rank_without_memory_is_an_error_of_all_at_shapes_that_they_know():
         raise torch.OutOfMemoryError("no room for 8 GiB")
 
     # As on GPUs, where a comparison is made once.
-    _sharded._is_slow = lambda device: True
+    _sharded_peers._is_slow = lambda device: True
     for at, (call, owner, name) in enumerate(places):
         group = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=60))
         for _ in range(3):
@@ -179,10 +179,10 @@ def test_a_rank_without_memory_is_an_error_of_all_at_shapes_that_they_know():
 
 @ranks(2)
 def test_calls_again_are_those_of_before():
-    from fa_attn import _sharded, _sharded_decode
+    from fa_attn import _sharded_decode, _sharded_peers
 
     # As on GPUs, where a known call takes the short way.
-    _sharded._is_slow = lambda device: True
+    _sharded_peers._is_slow = lambda device: True
     make, rank = torch.Generator().manual_seed(1), dist.get_rank()
 
     def halves(*shape):
@@ -245,36 +245,37 @@ def test_calls_again_are_those_of_before():
 
 @ranks(2)
 def test_ranks_forget_the_same_calls():
-    from fa_attn import _sharded
+    from fa_attn import _sharded_peers
 
-    compared, gathered, texts = [], _sharded.of_all, _sharded._texts
+    compared, gathered, texts = [], _sharded_peers.of_all, _sharded_peers._texts
 
     def counting(*given, **options):
         compared.append(len(calls))
         return texts(*given, **options)
 
     # As on a GPU, where a comparison is made once.
-    _sharded._texts, _sharded._is_slow, _sharded._MOST_CALLS = counting, lambda device: True, 3
+    _sharded_peers._texts, _sharded_peers._MOST_CALLS = counting, 3
+    _sharded_peers._is_slow = lambda device: True
     group, calls = dist.new_group([0, 1]), []
     x = torch.zeros(1)
     for name in "abcabcdaabcd":
         calls.append(name)
-        _sharded.agree(group, x, name)
+        _sharded_peers.agree(group, x, name)
     # Of a, b, c the call d drops a, which then drops b; hits count as uses.
     assert compared == [1, 2, 3, 7, 8, 10, 11, 12], compared
     every = gathered(torch.tensor(compared), None, 2)
     assert torch.equal(*every)
-    assert len(_sharded._agreed[group]) == 3
-    _sharded.agree(None, x, "a")
-    assert compared[-1] == 12 and len(_sharded._agreed[dist.group.WORLD]) == 1
+    assert len(_sharded_peers._agreed[group]) == 3
+    _sharded_peers.agree(None, x, "a")
+    assert compared[-1] == 12 and len(_sharded_peers._agreed[dist.group.WORLD]) == 1
     # What differs behind the part of a text that is shown is found, too.
     long = list(range(400))
     with pytest.raises(fa_attn.InputError, match="the same options"):
-        _sharded.agree(group, x, [*long, dist.get_rank()])
-    assert len(_sharded._agreed[group]) == 3
+        _sharded_peers.agree(group, x, [*long, dist.get_rank()])
+    assert len(_sharded_peers._agreed[group]) == 3
     for step in range(50):
-        _sharded.agree(group, x, [*long, step])
-    assert len(_sharded._agreed[group]) == 3
+        _sharded_peers.agree(group, x, [*long, step])
+    assert len(_sharded_peers._agreed[group]) == 3
 
 
 @ranks(2)
