@@ -17,10 +17,26 @@ TYPES = {
 }
 
 
+def kind_of(aval, does):
+    """The language's type for a result of jax's. `does`: what makes it, for the error."""
+    kind = TYPES.get(str(aval.dtype))
+    if kind is None:
+        raise UnsupportedError(
+            f"{does} {aval.dtype} in a mask or score function: it computes int32, float32 and bool"
+        )
+    return kind
+
+
+def each(function, shape, *cells):
+    """What a function gives of the elements of arrays, which are broadcast to the shape."""
+    made, cells = np.empty(shape, object), [np.broadcast_to(one, shape) for one in cells]
+    for at in np.ndindex(*shape):
+        made[at] = function(*(one[at] for one in cells))
+    return made
+
+
 def cell_of(scalar):
-    cell = np.empty((), object)
-    cell[()] = scalar
-    return cell
+    return each(lambda: scalar, ())
 
 
 class View:
@@ -41,8 +57,13 @@ class View:
         return found
 
 
+def are_cells(value):
+    """Whether it is an array of recording scalars and numbers."""
+    return isinstance(value, np.ndarray) and value.dtype == object
+
+
 def is_recorded(value):
-    return isinstance(value, View) or isinstance(value, np.ndarray) and value.dtype == object
+    return isinstance(value, View) or are_cells(value)
 
 
 def is_number(value):
@@ -65,7 +86,7 @@ class Values:
 
     def cells(self, value):
         """A value as an array of recording scalars and numbers."""
-        if isinstance(value, np.ndarray) and value.dtype == object:
+        if are_cells(value):
             return value
         if is_number(value):
             return cell_of(value)
@@ -86,17 +107,8 @@ class Values:
         return made
 
     def by_element(self, name, given, aval):
-        kind = TYPES.get(str(aval.dtype))
-        if kind is None:
-            raise UnsupportedError(
-                f"`{name}` gives {aval.dtype} in a mask or score function: it computes int32, float32 and "
-                "bool"
-            )
-        cells = [np.broadcast_to(self.cells(one), aval.shape) for one in given]
-        made = np.empty(aval.shape, object)
-        for at in np.ndindex(*aval.shape):
-            made[at] = self.scalar(name, [one[at] for one in cells])
-        return made
+        kind_of(aval, f"`{name}` gives")
+        return each(lambda *own: self.scalar(name, own), aval.shape, *map(self.cells, given))
 
     def scalar(self, name, given):
         left, right = given[0], given[-1]

@@ -12,7 +12,7 @@ import numpy as np
 from ._core import InputError, UnsupportedError
 from ._recorder import MOST_ELEMENTS
 from ._traced import NeedsConstant, Traced
-from ._traced_jax_values import TYPES, Values, View, cell_of, is_number, is_recorded
+from ._traced_jax_values import Values, View, are_cells, cell_of, each, is_number, is_recorded, kind_of
 
 # Names of operations by jax's names, where they differ.
 _NAMES = dict(
@@ -187,41 +187,20 @@ class _Equations(Values):
         return self.by_element("clamp", [x, low, high], aval)
 
     def _convert_element_type(self, given, params, aval):
-        kind = TYPES.get(str(aval.dtype))
-        if kind is None:
-            raise UnsupportedError(
-                f"a number is converted to {aval.dtype} in a mask or score function: it computes int32, "
-                "float32 and bool"
-            )
+        kind, recorder = kind_of(aval, "a number is converted to"), self.recorder
         cells = self.cells(given[0])
-        made = np.empty(cells.shape, object)
-        for at in np.ndindex(*cells.shape):
-            own = self.recorder.operand(cells[at])
-            made[at] = self.recorder.converted(own, kind)
-        return made
+        return each(lambda own: recorder.converted(recorder.operand(own), kind), cells.shape, cells)
 
     def _select_n(self, given, params, aval):
         which, *cases = given
         if is_number(which):
             return cases[int(which)]
-        which, *cases = (np.broadcast_to(self.cells(one), aval.shape) for one in given)
-        made = np.empty(aval.shape, object)
-        for at in np.ndindex(*aval.shape):
-            made[at] = self.selected(which[at], [one[at] for one in cases])
-        return made
+        return each(lambda at, *own: self.selected(at, own), aval.shape, *map(self.cells, given))
 
     def _cond(self, given, params, aval):
         which, *given = given
         branches = [self.run(one.jaxpr, one.consts, given)[0] for one in params["branches"]]
-        which = self.cells(which).item()
-        if is_number(which):
-            return branches[int(which)]
-        which = self.recorder.operand(which)
-        cells = [self.cells(one) for one in branches]
-        made = np.empty(aval.shape, object)
-        for at in np.ndindex(*aval.shape):
-            made[at] = self.selected(which, [one[at] for one in cells])
-        return made
+        return self._select_n([which, *branches], params, aval)
 
     def _squeeze(self, given, params, aval):
         axes = range(len(given[0].shape))
@@ -261,7 +240,7 @@ class _Equations(Values):
     def _dynamic_slice(self, given, params, aval):
         array, *begins = given
         sizes = params["slice_sizes"]
-        if isinstance(array, np.ndarray) and array.dtype == object:
+        if are_cells(array):
             raise UnsupportedError("a row of computed numbers is indexed in a mask or score function")
         view = array if isinstance(array, View) else View(array)
         at = []
@@ -285,7 +264,7 @@ class _Equations(Values):
         array, indices = given
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
         batching = getattr(numbers, "operand_batching_dims", ())
-        if isinstance(array, np.ndarray) and array.dtype == object or batching:
+        if are_cells(array) or batching:
             raise UnsupportedError("a row of computed numbers is indexed in a mask or score function")
         view = array if isinstance(array, View) else View(array)
         axes = [axis for axis in range(len(view.shape)) if axis not in numbers.collapsed_slice_dims]
