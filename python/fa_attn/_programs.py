@@ -180,18 +180,22 @@ def _closed_over(function, seen):
     if id(function) in seen:
         return ()
     seen.add(id(function))
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    scope = function.__globals__
     names = sorted(_names_of(function.__code__))
-    values += [scope[name] for name in names if name in scope]
     found = [id(function.__code__)]
-    for value in values:
+    for value in _values_of(function, names):
         part = _told(value, seen, names)
         if part is None:
             return None
         found.append(part)
     return tuple(found)
+
+
+def _values_of(function, names):
+    """What a function closes over, has as defaults and reads by these global names."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    scope = function.__globals__
+    own = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return own + [scope[name] for name in names if name in scope]
 
 
 def _told(value, seen, names):
@@ -314,9 +318,7 @@ def _reads_jax(function, seen):
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    scope = function.__globals__
-    for value in [*cells, *(scope[name] for name in _names_of(function.__code__) if name in scope)]:
+    for value in _values_of(function, _names_of(function.__code__)):
         if isinstance(value, types.ModuleType):
             home = value.__name__
         else:
