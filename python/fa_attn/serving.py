@@ -162,12 +162,14 @@ def flash_attn_with_kvcache(
     with `return_softmax_lse` (out, lse). There are no gradients.
     """
     face = face_of(q)
+    mask = (softmax_scale, causal, window_size, softcap, False)
+    results = (out, return_softmax_lse, return_lse, False)
     made = face.plain_attention(
         q,
         k_cache,
         v_cache,
-        (softmax_scale, causal, window_size, softcap, False),
-        (out, return_softmax_lse, return_lse, False),
+        mask,
+        results,
         alibi_slopes,
         (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, rotary_seqlens),
         options,
@@ -283,8 +285,8 @@ def flash_attn_with_kvcache(
                 q,
                 k_cache,
                 v_cache,
-                (softmax_scale, causal, window_size, softcap, False),
-                (out, return_softmax_lse, return_lse, False),
+                mask,
+                results,
                 alibi_slopes,
                 (),
                 options,
