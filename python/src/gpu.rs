@@ -341,11 +341,8 @@ impl Device {
                 return Ok(Some(made));
             }
         }
-        let counter = if is_capturing {
-            self.counters.get().and_then(Option::as_ref).and_then(Counters::take)
-        } else {
-            None
-        };
+        let counters = self.counters.get().and_then(Option::as_ref).filter(|_| is_capturing);
+        let counter = counters.and_then(Counters::take);
         let (memory, address) = scratch(bytes, counter.is_none(), stream, from.allocate)?;
         Ok(Some(Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() })))
     }
@@ -363,8 +360,7 @@ impl Device {
         let (memory, address) = scratch(bytes, true, stream, None).ok()?;
         let turn = Mutex::default();
         let made = Arc::new(Workspace { _memory: memory, address, bytes, counter: None, turn });
-        let before = lock(&self.workspaces).insert(handle, made.clone());
-        drop(before);
+        lock(&self.workspaces).insert(handle, made.clone());
         Some(made)
     }
 
