@@ -150,7 +150,7 @@ def _cast_and_padded(compute, q, k, v, rows, sinks, options):
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
         q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
     sinks = None if sinks is None else sinks.to(FLOAT)
-    return compute(q, k, v, rows, sinks, options)[..., :head_dim_v]
+    return compute(q, k, v, rows, sinks, options)[..., :head_dim_v].contiguous()
 
 
 def _shifted(q, k, v, padding, sinks, options):

@@ -147,7 +147,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
         out, lse = attention(
             q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
         )
-        return out[..., :head_dim_v], lse
+        return out[..., :head_dim_v].contiguous(), lse
     if mods is not None:
         return attention_with(mods, q, k, v, options, extras, division, wants_lse)
     if as_operator:

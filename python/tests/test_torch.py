@@ -359,6 +359,14 @@ def test_inductor_compiles_on_a_gpu():
 
 
 @on
+def test_head_dims_off_sixteen_bytes_have_results_that_can_be_viewed(device, dtype):
+    """Kernels compute rows that are rounded up; models of transformers join heads by `view`."""
+    q, k, v = tensors(device, dtype, (2, 9, 4, 12), (2, 11, 2, 12), (2, 11, 2, 20), grad=False)
+    out = fa_attn.flash_attn_func(q, k, v, causal=True)
+    close(out.view(2, 9, 80), definition(q, k, v, causal=True).reshape(2, 9, 80), dtype)
+
+
+@on
 def test_operations_are_counted(device, dtype):
     """As of torch's own attention; its counter copies what it counts when it is made."""
     from torch.utils.flop_counter import FlopCounterMode
