@@ -5,33 +5,33 @@ torch adds up its gradient."""
 from __future__ import annotations
 
 import json
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import torch
 
 from . import _core
 from ._modifications import extents_of
 from ._programs import description_of
+from ._torch_nodes import Nodes, described
 
 _INT, _FLOAT = torch.int32, torch.float32
 _AXES = "bhqk"
 
 
 @lru_cache(maxsize=4096)
-def _described(texts):
-    """What `Program::with_direct_gradients` makes of a call's programs, with the element types of their arrays
-    and the names of those that are left; None where nothing is replaced."""
-    text = reduce(_core.program_with, texts)
+def _replaced(texts):
+    """What `Program::with_direct_gradients` makes of a call's programs, what they were, and the names of the
+    arrays that are left; None where nothing is replaced."""
+    found = described(texts)
     try:
-        made = _core.program_direct(text)
+        made = _core.program_direct(found["text"])
     except _core.InputError:
         # Too many arrays: as kernels refuse the program that it is.
         return None
     if made is None:
         return None
     made = json.loads(made)
-    elements = {array["name"]: array["element"] for array in description_of(text)["arrays"]}
-    return made, elements, {array["name"] for array in description_of(made["text"])["arrays"]}
+    return made, found, {array["name"] for array in description_of(made["text"])["arrays"]}
 
 
 class DirectGradients:
@@ -41,27 +41,27 @@ class DirectGradients:
     @classmethod
     def of(cls, q, k, options, extras, programs, gradients):
         """None where kernels sum all gradients."""
-        found = _described(tuple(programs[0]))
+        found = _replaced(tuple(programs[0]))
         return None if found is None else cls(found, q, k, options, extras, programs, gradients)
 
-    def __init__(self, described, q, k, options, extras, programs, gradients):
-        found, elements, left = described
+    def __init__(self, replaced, q, k, options, extras, programs, gradients):
+        made, found, left = replaced
         _, arrays, scalars = programs
         wanted, arrays = dict(gradients), dict(arrays)
         variables = _variables(q, k, options, extras)
-        places = _Places(found["nodes"], elements, arrays, dict(scalars), variables)
+        places = _Places(found, arrays, dict(scalars), variables)
         self.loads, kept = [], [one for one in arrays.items() if one[0] in left]
-        for load in found["loads"]:
+        for load in made["loads"]:
             gather = places.gather(load)
             # In f32, as gradients are summed.
             values = gather.of(arrays[load["array"]]).to(_FLOAT)
             kept.append((load["name"], values))
-            made = torch.empty(values.shape, dtype=_FLOAT, device=q.device)
-            self.loads.append((load, gather, made, wanted.get(load["array"])))
-        self.programs = ([found["text"]], kept, scalars)
-        replaced = {load["array"] for load in found["loads"]}
+            room = torch.empty(values.shape, dtype=_FLOAT, device=q.device)
+            self.loads.append((load, gather, room, wanted.get(load["array"])))
+        self.programs = ([made["text"]], kept, scalars)
+        replaced = {load["array"] for load in made["loads"]}
         own = [one for one in gradients if one[0] not in replaced]
-        self.gradients = own + [(load["name"], made) for load, _, made, _ in self.loads]
+        self.gradients = own + [(load["name"], room) for load, _, room, _ in self.loads]
 
     def add_up(self):
         """Writes the gradients of the arrays that were replaced."""
@@ -97,65 +97,8 @@ def _lengths(most, starts, used, extras, device):
     return torch.full((), most, dtype=_INT, device=device)
 
 
-def _shifted(operation, x, by, outside):
-    fits = (by >= 0) & (by < 32)
-    return torch.where(fits, operation(x, by.clamp(0, 31)), outside(x))
-
-
-def _to_int(x):
-    if x.dtype == torch.bool:
-        return x.to(_INT)
-    return x.double().nan_to_num(0.0).clamp(-(2**31), 2**31 - 1).to(_INT)
-
-
-# By the names of fa_core::program's operations, whose results they are at the edges too.
-_OPERATIONS = {
-    "neg": torch.neg,
-    "~": torch.bitwise_not,
-    "abs": torch.abs,
-    "floor": torch.floor,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "log": torch.log,
-    "log2": torch.log2,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "f32": lambda x: x.to(_FLOAT),
-    "i32": _to_int,
-    "+": torch.add,
-    "-": torch.sub,
-    "*": torch.mul,
-    "/": torch.div,
-    "//": torch.floor_divide,
-    "%": torch.remainder,
-    "<<": lambda x, by: _shifted(torch.bitwise_left_shift, x, by, torch.zeros_like),
-    ">>": lambda x, by: _shifted(torch.bitwise_right_shift, x, by, lambda x: x >> 31),
-    "&": torch.bitwise_and,
-    "|": torch.bitwise_or,
-    "^": torch.bitwise_xor,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "<": torch.lt,
-    "<=": torch.le,
-    "==": torch.eq,
-    "!=": torch.ne,
-    "select": torch.where,
-}
-
-
-class _Places:
+class _Places(Nodes):
     """What a program's integers are at all places of a call."""
-
-    def __init__(self, nodes, elements, arrays, scalars, variables):
-        self.nodes, self.elements = nodes, elements
-        self.arrays, self.scalars = arrays, scalars
-        self.variables = variables
-        self.device = variables["q"].device
-        self.known = {}
 
     def gather(self, load):
         """How a load's elements lie in its array."""
@@ -163,7 +106,7 @@ class _Places:
             rows, keys = self.variables["q"].numel(), self.variables["k"].numel()
             distance = torch.arange(1 - keys, rows, dtype=_INT, device=self.device).view(1, 1, 1, -1)
             along = dict(self.variables, q=distance.clamp(min=0), k=(-distance).clamp(min=0))
-            others = _Places(self.nodes, self.elements, self.arrays, self.scalars, along)
+            others = _Places(self.found, self.arrays, self.scalars, along)
             own = [name for name in load["axes"] if name != "q"]
             return _ByDistance(others._elements(load["indices"], load["array"], own), rows, keys)
         return self._elements(load["indices"], load["array"], load["axes"])
@@ -182,7 +125,7 @@ class _Places:
 
     def _index(self, at, size):
         """An index of an axis: a number, the name of a variable that it is, or a tensor of four axes."""
-        operation, operands = self.nodes[at]
+        operation, operands = self.found["nodes"][at]
         if size == 1 or operation == "constant":
             return 0 if size == 1 else min(max(operands[0], 0), size - 1)
         if operation == "variable" and operands[0] in _AXES and size >= self.variables[operands[0]].numel():
@@ -192,39 +135,6 @@ class _Places:
     def _of_tensor(self, index, size):
         index = self.variables[index] if isinstance(index, str) else index
         return index.long().clamp(0, size - 1).reshape((1,) * (4 - index.dim()) + tuple(index.shape))
-
-    def value(self, at):
-        """That of a node, of four axes or none."""
-        if at not in self.known:
-            operation, operands = self.nodes[at]
-            self.known[at] = self._computed(operation, operands)
-        return self.known[at]
-
-    def _computed(self, operation, operands):
-        if operation == "variable":
-            return self.variables[operands[0]]
-        if operation in ("constant", "scalar", "float"):
-            number = self.scalars[operands[0]] if operation == "scalar" else operands[0]
-            number = float(number) if operation == "float" else number
-            dtype = {bool: torch.bool, int: _INT, float: _FLOAT}[type(number)]
-            return torch.full((), number, dtype=dtype, device=self.device)
-        if operation == "load":
-            return self._element(operands[0], [self.value(at) for at in operands[1:]])
-        return _OPERATIONS[operation](*map(self.value, operands))
-
-    def _element(self, name, indices):
-        array, element = self.arrays[name], self.elements[name]
-        bit = None
-        if element == "bits":
-            bit = indices[-1].clamp(0, array.shape[-1] * 32 - 1)
-            indices = [*indices[:-1], bit // 32]
-        indices = [index.long().clamp(0, size - 1) for index, size in zip(indices, array.shape)]
-        found = array[tuple(indices)]
-        if bit is not None:
-            return (found >> (bit % 32)) & 1 == 1
-        if element == "bool":
-            return found != 0
-        return found.to(_INT if element in ("i32", "u8") else _FLOAT)
 
 
 class _Elements:

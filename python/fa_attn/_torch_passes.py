@@ -21,6 +21,7 @@ from ._torch_memory import (
 )
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
+from ._torch_wide import is_wide, wide_gradients
 
 _empty = torch.empty
 
@@ -79,6 +80,9 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     dsinks = None
     if extras is not None and extras.sinks is not None:
         dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
+    if is_wide(q, v, options):
+        arrays = (dout, q, k, v, out, lse, grads)
+        return wide_gradients(*arrays, options, extras, dlse, programs, gradients)
     direct = None
     if gradients and has_kernels(q):
         direct = DirectGradients.of(q, k, options, extras, programs, gradients)

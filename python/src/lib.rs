@@ -56,7 +56,9 @@ mod _core {
     #[pymodule_export]
     use super::plain::Plain;
     #[pymodule_export]
-    use super::programs::{program, program_direct, program_eval, program_tiles, program_with};
+    use super::programs::{
+        program, program_direct, program_eval, program_nodes, program_tiles, program_with,
+    };
     #[pymodule_export]
     use super::shards::{bounds, chunks};
     #[pymodule_export]

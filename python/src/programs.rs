@@ -142,8 +142,35 @@ struct Load {
 struct DirectGradients<'a> {
     text: &'a str,
     loads: Vec<Load>,
-    /// The operation, by its name in texts, and its operands.
+}
+
+#[derive(Serialize)]
+struct Nodes {
+    /// The operation, by its name in texts, and its operands: those of derivatives last.
     nodes: Vec<(String, Vec<serde_json::Value>)>,
+    mask: Option<usize>,
+    score: Option<usize>,
+    weight: Option<usize>,
+    /// d score / d s.
+    slope: Option<usize>,
+    /// A load, and d score / d load.
+    gradients: Vec<(usize, usize)>,
+}
+
+/// What a program computes, as JSON: its nodes, each behind its operands, and which of them are its results.
+#[pyfunction]
+pub(crate) fn program_nodes(text: &str) -> PyResult<String> {
+    let program = parsed(text)?;
+    let at = |node: Option<NodeId>| node.map(NodeId::index);
+    let described = Nodes {
+        nodes: program.nodes().iter().map(|&node| described_node(&program, node)).collect(),
+        mask: at(program.mask()),
+        score: at(program.score()),
+        weight: at(program.weight()),
+        slope: at(program.slope()),
+        gradients: program.gradients().iter().map(|own| (own.load.index(), own.slope.index())).collect(),
+    };
+    serde_json::to_string(&described).map_err(|error| InputError::new_err(error.to_string()))
 }
 
 /// `Program::with_direct_gradients` of a text as JSON; None where the program stays as it is.
@@ -163,11 +190,7 @@ pub(crate) fn program_direct(text: &str) -> PyResult<Option<String>> {
             indices: indices.into_iter().flatten().map(NodeId::index).collect(),
         })
     });
-    let described = DirectGradients {
-        text: direct.text(),
-        loads: loads.collect(),
-        nodes: program.own().map(|(_, node)| described_node(&program, node)).collect(),
-    };
+    let described = DirectGradients { text: direct.text(), loads: loads.collect() };
     serde_json::to_string(&described).map(Some).map_err(|error| InputError::new_err(error.to_string()))
 }
 
