@@ -1,5 +1,5 @@
-"""Masks of flex_attention, with torch's constructors and attributes: a program, in which kernels find their empty
-tiles by themselves, or lists of blocks."""
+"""Masks of flex_attention, with torch's constructors and attributes: a program, in which kernels find their
+empty tiles by themselves, or lists of blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BlockMask:
             ("full_q", full_q_num_blocks, full_q_indices),
         ):
             if (counts is None) != (indices is None):
-                raise InputError(f"{name}_num_blocks and {name}_indices belong together: give both or neither")
+                raise InputError(f"{name}_num_blocks and {name}_indices: give both or neither")
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         made = self._of_lists(lists, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
         self.__dict__.update(made.__dict__)
@@ -233,7 +233,7 @@ class BlockMask:
 
     @classmethod
     def _of_lists(cls, lists, seq_lengths, block, mask_mod):
-        """Of partial and of full blocks, with as many blocks of keys as are listed or as there are keys for."""
+        """Of partial and of full blocks, with as many blocks of keys as are listed or have keys."""
         columns = 0 if seq_lengths is None else -(-seq_lengths[1] // block[1])
         made = cls._of_states(states_of(*lists, columns=columns), seq_lengths, block, mask_mod)
         made._by_full, made._given = lists[2] is not None, lists

@@ -1,5 +1,5 @@
-"""torch.autograd.Function in functions of scores: kernels compute the derivative of what its forward computes, so
-that its backward has to be that."""
+"""torch.autograd.Function in functions of scores: kernels compute the derivative of what its forward computes,
+so that its backward has to be that."""
 
 import inspect
 import itertools
@@ -27,8 +27,9 @@ def is_autograd_function(value):
 
 
 def of_function(value, traced):
-    """What is called in place of a torch.autograd.Function, or of its `apply`: its forward, where its backward
-    is the derivative at all scores that are tried. `traced` makes a program of a function of scores."""
+    """What is called in place of a torch.autograd.Function, or of its `apply`: its forward, where its
+    backward is the derivative at all scores that are tried. `traced` makes a program of a function of
+    scores."""
     own = _Forward(getattr(value, "__self__", value))
     name = own.function.__name__
     try:

@@ -1,4 +1,4 @@
-"""flex_attention of tensors in any order of their axes and of several types, as torch's own takes them."""
+"""What flex_attention takes of tensors: axes in any order, several types, elements of parameters."""
 
 import pytest
 
@@ -42,3 +42,29 @@ def test_keys_of_other_types_are_computed_in_the_querys(held):
         assert k.grad.dtype is held and k.grad.any()
     with pytest.raises(fa_attn.UnsupportedError, match="k holds int64"):
         flex_attention(q, k.long(), v, enable_gqa=True)
+
+
+def test_elements_of_a_parameter_are_of_one_array():
+    first, second = (torch.nn.Parameter(draw(9)) for _ in range(2))
+    own = [draw(1, H, n, D).requires_grad_() for n in (L, S, S)]
+
+    def many(score, b, h, q_idx, kv_idx):
+        return score + sum(first[at] * torch.sin(second[at] * (q_idx - kv_idx)) for at in range(9))
+
+    def rows(score, b, h, q_idx, kv_idx):
+        distances = torch.arange(L)[:, None] - torch.arange(S)
+        return score + (first * torch.sin(second * distances[..., None])).sum(-1)[q_idx, kv_idx]
+
+    assert len(fa_attn.Program.of_score(many).arrays) == 2
+    outs = [flex_attention(*own, f) for f in (many, rows)]
+    found = [torch.autograd.grad(out.square().sum(), (*own, first, second)) for out in outs]
+    for got, want in zip(*found):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(flex_attention(*own, many), outs[0])
+    # What is detached has none, and an element that was made before has its own.
+    element = first[1]
+    out = flex_attention(*own, lambda s, b, h, q, k: s * element + first.detach()[2] + first[0])
+    made, whole = torch.autograd.grad(out.square().sum(), (element, first))
+    torch.testing.assert_close(made, whole[1])
+    assert made != 0 and not whole[2:].any()
