@@ -181,7 +181,7 @@ def _closed_over(function, seen):
     if id(function) in seen:
         return ()
     seen.add(id(function))
-    names = sorted(_names_of(function.__code__))
+    names = _names_of(function.__code__)
     found = [id(function.__code__)]
     for value in _values_of(function):
         part = _told(value, seen, names)
@@ -374,14 +374,15 @@ def _with_recorded(recorder, function, seen):
     return copy
 
 
+@functools.lru_cache(maxsize=1024)
 def _names_of(code):
-    """The global names of a function's code, its attributes, and those of functions within."""
-    return set(code.co_names).union(*(_names_of(one) for one in _codes_within(code)))
+    """The global names of a function's code, its attributes, and those of functions within, in order."""
+    return sorted(set(code.co_names).union(*(_names_of(one) for one in _codes_within(code))))
 
 
 @functools.lru_cache(maxsize=1024)
 def _global_names_of(code):
-    """The global names of a function's code, in order, and of functions within, without attributes."""
+    """Of these the global names."""
     read = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return sorted(read.union(*(_global_names_of(one) for one in _codes_within(code))))
 

@@ -208,8 +208,10 @@ def flex_attention(
     float64 is computed by torch's operations, with all scores in memory and derivatives of every order.
     """
     _check_kernel_options(kernel_options)
-    key, value = _of_the_querys_type(query, key, value)
     q, k, v = rows_of_heads(query, key, value, flag("enable_gqa", enable_gqa))
+    if not key.dtype is value.dtype is query.dtype:
+        key, value = _of_the_querys_type(query, key, value)
+        q, k, v = rows_of_heads(query, key, value, enable_gqa)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
     if wants_lse and return_aux is not None:
@@ -240,14 +242,14 @@ def flex_attention(
     return _returned(out, lse, most if wants_most else None, wants_lse, return_aux)
 
 
+_BESIDE_CODES = (torch.float16, torch.bfloat16)
+
+
 def _of_the_querys_type(query, *others):
     """Keys and values of other floating types in query's, in which torch multiplies them; codes that kernels
     read beside 16 bits stay."""
-    if any(not isinstance(x, torch.Tensor) or not x.is_floating_point() for x in (query, *others)):
-        return others
-    types = {x.dtype for x in others}
-    is_read = types == {torch.float8_e4m3fn} and query.dtype in (torch.float16, torch.bfloat16)
-    if is_read or types == {query.dtype}:
+    is_read = all(x.dtype is torch.float8_e4m3fn for x in others) and query.dtype in _BESIDE_CODES
+    if is_read or not all(x.is_floating_point() for x in (query, *others)):
         return others
     return tuple(x.to(query.dtype) for x in others)
 
