@@ -1,5 +1,5 @@
-"""torch.autograd.Function in functions of scores: kernels compute the derivative of what its forward computes,
-so that its backward has to be that."""
+"""torch.autograd.Function in functions of scores: kernels compute the derivative of what its forward
+computes, so that its backward has to be that."""
 
 import inspect
 import itertools
