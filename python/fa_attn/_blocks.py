@@ -21,10 +21,12 @@ def block_size(size: Any) -> Tuple[int, int]:
     return pair
 
 
-def states_of(partial_counts: Any, partial: Any, full_counts: Any = None, full: Any = None) -> Any:
-    """What blocks are, uint8 (B or 1, H or 1, blocks of queries, blocks of keys): 0 without keys, 1 where a
-    mask says what is seen, 2 with all keys. Entries behind a list's length may hold anything; a block in both
-    lists is whole."""
+def states_of(
+    partial_counts: Any, partial: Any, full_counts: Any = None, full: Any = None, columns: int = 0
+) -> Any:
+    """What blocks are, uint8 (B or 1, H or 1, blocks of queries, blocks of keys, `columns` at least): 0
+    without keys, 1 where a mask says what is seen, 2 with all keys. Entries behind a list's length may hold
+    anything; a block in both lists is whole."""
     given = [
         (state, counts, indices)
         for state, counts, indices in ((1, partial_counts, partial), (2, full_counts, full))
@@ -48,7 +50,7 @@ def states_of(partial_counts: Any, partial: Any, full_counts: Any = None, full: 
         raise InputError(
             f"the lists of partial and of full blocks are of {' and '.join(map(str, shapes))} blocks"
         )
-    columns = max(indices.shape[-1] for _, _, indices in given)
+    columns = max(columns, *(indices.shape[-1] for _, _, indices in given))
     make = _torch_states if hasattr(given[0][2], "scatter_") else _numpy_states
     states = make(given, columns)
     return states.reshape((1,) * (4 - len(states.shape)) + tuple(states.shape))

@@ -6,10 +6,10 @@ over become the program's arrays and run-time scalars, so that other contents an
 nothing.
 """
 
+import dis
 import functools
 import inspect
 import json
-import math
 import sys
 import types
 import weakref
@@ -18,6 +18,7 @@ from reprlib import repr as short
 from ._core import InputError, UnsupportedError
 from ._core import program as _described
 from ._core import program_eval as _evaluated
+from ._own_derivatives import is_autograd_function, of_function
 from ._recorder import Recorder, recording
 from ._traced import NeedsConstant, Traced
 
@@ -180,9 +181,9 @@ def _closed_over(function, seen):
     if id(function) in seen:
         return ()
     seen.add(id(function))
-    names = sorted(_names_of(function.__code__))
+    names = _names_of(function.__code__)
     found = [id(function.__code__)]
-    for value in _values_of(function, names):
+    for value in _values_of(function):
         part = _told(value, seen, names)
         if part is None:
             return None
@@ -190,12 +191,11 @@ def _closed_over(function, seen):
     return tuple(found)
 
 
-def _values_of(function, names):
-    """What a function closes over, has as defaults and reads by these global names."""
+def _values_of(function):
+    """What a function closes over, has as defaults and reads by global names."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    scope = function.__globals__
     own = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return own + [scope[name] for name in names if name in scope]
+    return own + list(_globals_of(function).values())
 
 
 def _told(value, seen, names):
@@ -318,7 +318,7 @@ def _reads_jax(function, seen):
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
-    for value in _values_of(function, _names_of(function.__code__)):
+    for value in _values_of(function):
         if isinstance(value, types.ModuleType):
             home = value.__name__
         else:
@@ -365,7 +365,7 @@ def _with_recorded(recorder, function, seen):
     scope = function.__globals__
     # Libraries read numbers of their own by global names.
     if not function.__module__ or function.__module__.split(".")[0] not in ("torch", "numpy", "transformers"):
-        own = {name: scope[name] for name in _names_of(function.__code__) if name in scope}
+        own = _globals_of(function)
         new = {name: _recorded(recorder, value, seen) for name, value in own.items()}
         if any(new[name] is not own[name] for name in own):
             scope = {**scope, **new}
@@ -374,13 +374,27 @@ def _with_recorded(recorder, function, seen):
     return copy
 
 
+@functools.lru_cache(maxsize=1024)
 def _names_of(code):
-    """The global names of a function's code, and of functions within."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_of(constant)
-    return names
+    """The global names of a function's code, its attributes, and those of functions within, in order."""
+    return sorted(set(code.co_names).union(*(_names_of(one) for one in _codes_within(code))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names_of(code):
+    """Of these the global names."""
+    read = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return sorted(read.union(*(_global_names_of(one) for one in _codes_within(code))))
+
+
+def _codes_within(code):
+    return [one for one in code.co_consts if isinstance(one, types.CodeType)]
+
+
+def _globals_of(function):
+    """What a function reads by global names."""
+    scope = function.__globals__
+    return {name: scope[name] for name in _global_names_of(function.__code__) if name in scope}
 
 
 def _cell(recorder, cell, seen):
@@ -392,60 +406,6 @@ def _cell(recorder, cell, seen):
     return cell if new is content else types.CellType(new)
 
 
-def _is_autograd_function(value):
-    """Whether it is a torch.autograd.Function, or `apply` of one."""
-    function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
-    kinds = (value, getattr(value, "__self__", None))
-    return function is not None and any(isinstance(x, type) and issubclass(x, function) for x in kinds)
-
-
-class _OfFunction:
-    """The forward of a torch.autograd.Function of one number as a score function, or its backward."""
-
-    def __init__(self, function, is_backward):
-        self.function, self.is_backward = function, is_backward
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        function, context = self.function, types.SimpleNamespace(needs_input_grad=(True,), saved_tensors=())
-        context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
-        if function.setup_context is sys.modules["torch"].autograd.Function.setup_context:
-            out = function.forward(context, score)
-        else:
-            out = function.forward(score)
-            function.setup_context(context, (score,), out)
-        given = function.backward(context, 1.0) if self.is_backward else out
-        return given[0] if isinstance(given, tuple) else given
-
-
-# Scores at which a backward is compared with the derivative.
-_TRIED = [sign * at for at in (1e-3, *(0.3 * n for n in range(1, 30)), 30.0, 1e2, 1e3) for sign in (-1, 1)]
-
-
-def _check_derivative(function):
-    """Kernels compute the derivative of what a torch.autograd.Function's forward computes: its backward is
-    that, at all scores that are tried."""
-    points = [(at, *(0,) * 8) for at in _TRIED]
-    try:
-        own = [_traced(_OfFunction(function, back), "score", _SCORE, None, None) for back in (False, True)]
-        reads = any(one.arrays or one.scalars for one in own)
-        forward, backward = ([] if reads else one.evaluate(points) for one in own)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{function.__name__}: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UnsupportedError(f"{_OF_FUNCTION}: {function.__name__} is none of one number") from error
-    near = [
-        math.isclose(slope, value, rel_tol=1e-5, abs_tol=1e-6) or not math.isfinite(slope)
-        for (_, _, slope), (_, value, _) in zip(forward, backward)
-    ]
-    if reads or not all(near):
-        raise UnsupportedError(f"{_OF_FUNCTION}: the backward of {function.__name__} is another, or unknown")
-
-
-_OF_FUNCTION = (
-    "a score function calls a torch.autograd.Function, of which kernels compute the derivative of the forward"
-)
-
-
 def _recorded(recorder, value, seen):
     if isinstance(value, bool) or value is None:
         return value
@@ -453,9 +413,8 @@ def _recorded(recorder, value, seen):
         return recorder.number(value)
     if hasattr(value, "__dlpack__") and not type(value).__module__.startswith("torch"):
         return recorder.array_proxy(value)
-    if recorder.is_score and _is_autograd_function(value):
-        _check_derivative(getattr(value, "__self__", value))
-        return value
+    if recorder.is_score and is_autograd_function(value):
+        return of_function(value, lambda function: _traced(function, "score", _SCORE, None, None))
     if isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
         return _with_recorded(recorder, value, seen)
     if type(value) in (list, tuple) and value and len(value) <= 64:

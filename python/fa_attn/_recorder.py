@@ -59,6 +59,8 @@ class Recorder:
         self.made = {}
         # Tensors computed within the function: another call has others.
         self.fresh = {}
+        # Of these the parts of the function's arrays, whose elements are read from the whole.
+        self.parts = {}
         # Whether Python has read values of tensors, which may be others at another call.
         self.reads_values = False
 
@@ -220,7 +222,7 @@ class Recorder:
 
     def _element(self, tensor):
         """The element of an array of one."""
-        place = _place_in_base(tensor)
+        place = _place_in_base(tensor, id(tensor) in self.parts)
         if place is not None:
             return self.load(*place)
         if len(tensor.shape) == 0:
@@ -383,13 +385,14 @@ def _is_whole_array(recorder, value):
     return len(getattr(value, "shape", ())) > 0 and recorder.operand(value) is None
 
 
-def _place_in_base(tensor):
+def _place_in_base(tensor, is_part):
     """(array, indices) of a tensor of one number that is an element of another, as `t[0]` is: several of
-    these are read from one array. None where it has a gradient of its own, or is none."""
+    these are read from one array. None where it is none, or has a gradient of its own, as one that is no part
+    made within the function may have."""
     base = getattr(tensor, "_base", None)
     if base is None or not 1 <= base.dim() <= 4 or base.dtype != tensor.dtype or not base.is_contiguous():
         return None
-    if base.requires_grad or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+    if (base.requires_grad or tensor.requires_grad) and not is_part or tensor.is_conj() or tensor.is_neg():
         return None
     rest, indices = tensor.storage_offset() - base.storage_offset(), []
     for size, stride in zip(base.shape, base.stride()):
@@ -406,6 +409,15 @@ _FORMS = set(
     "__get__ size dim ndimension numel nelement stride storage_offset element_size get_device is_contiguous "
     "is_floating_point is_complex is_signed is_conj is_neg is_tensor type __len__ __hash__ __repr__".split()
 )
+
+
+# What gives parts of a tensor and no more.
+_OF_PARTS = ("__getitem__", "select", "unbind")
+
+
+def _is_of_function(recorder, tensor):
+    """Whether it is an array that the function reads, or a part of one."""
+    return id(tensor) in recorder.parts or id(tensor) not in recorder.fresh
 
 
 @contextlib.contextmanager
@@ -434,6 +446,8 @@ def recording(recorder):
             given = [x for x in arguments if isinstance(x, torch.Tensor) and id(x) not in recorder.made]
             # The array that an element belongs to is none that was computed.
             bases = {id(x._base) for x in given}
+            if name in _OF_PARTS and given and _is_of_function(recorder, given[0]):
+                recorder.parts.update((id(x), x) for x in computed)
             recorder.fresh.update((id(x), x) for x in computed if id(x) not in bases)
             if given and not computed and name not in _FORMS:
                 recorder.reads_values = True

@@ -279,3 +279,17 @@ def test_a_mask_of_lists_that_say_nothing_is_an_error():
     for call, message in wrong:
         with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
             call()
+
+
+def test_lists_are_given_back_as_they_are_and_reach_all_keys():
+    counts, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.arange(3).view(1, 1, 3, 1)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, seq_lengths=(96, 96))
+    assert mask.kv_num_blocks is counts and mask.kv_indices is indices
+    for name in ("full_kv_num_blocks", "full_kv_indices", "full_q_num_blocks", "full_q_indices"):
+        assert getattr(mask, name) is getattr(mask[0], name) is getattr(mask._adjust(64, 64), name) is None
+    own, true = inputs((1, H, 96, D), (1, H, 96, D), (1, H, 96, D))
+    diagonal = torch.ones(3, 3).diag().diag().repeat_interleave(32, 0).repeat_interleave(32, 1).bool()
+    same(flex_attention(*own, block_mask=mask, return_lse=True), formula(*true, None, diagonal), own, true)
+    for name in ("q", "full_q"):
+        with pytest.raises(fa_attn.InputError, match=f"{name}_num_blocks and {name}_indices"):
+            BlockMask((96, 96), counts, indices, **{f"{name}_num_blocks": counts})

@@ -56,6 +56,49 @@ class Square(torch.autograd.Function):
         return 2 * context.saved_tensors[0] * gradient
 
 
+class Hidden(torch.autograd.Function):
+    """Of a score and of whether it is seen, as torch's own tests have one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score, seen):
+        return torch.where(seen, score, -float("inf"))
+
+    @staticmethod
+    def setup_context(context, inputs, output):
+        context.mark_non_differentiable(inputs[1])
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, factor):
+        context.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * context.factor, None
+
+
+class Product(torch.autograd.Function):
+    """Whose second argument has a derivative, too."""
+
+    @staticmethod
+    def forward(context, x, y):
+        context.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(context, gradient):
+        x, y = context.saved_tensors
+        return gradient * y, gradient * x
+
+
 def test_functions_whose_backward_is_the_derivative_are_computed():
     capped = Program.of_score(lambda s, b, h, q, k: 20 * Tanh.apply(s / 20))
     assert capped.text == Program.of_score(lambda s, b, h, q, k: 20 * torch.tanh(s / 20)).text
@@ -76,6 +119,25 @@ def test_functions_whose_backward_is_the_derivative_are_computed():
             Program.of_score(lambda s, b, h, q, k: torch.ops.fa_tests.exp2(s))
     aten = Program.of_score(lambda s, b, h, q, k: torch.ops.aten.tanh.default(s))
     assert aten.text == Program.of_score(lambda s, b, h, q, k: torch.tanh(s)).text
+
+
+def test_functions_of_a_score_and_of_what_has_no_derivative_are_computed():
+    hidden = Program.of_score(lambda s, b, h, q, k: Hidden.apply(s, q <= k))
+    assert hidden.text == Program.of_score(lambda s, b, h, q, k: torch.where(q <= k, s, -float("inf"))).text
+    scaled = Program.of_score(lambda s, b, h, q, k: Scaled.apply(s, 3.0))
+    assert scaled.evaluate([(1.5, *(0,) * 8)])[0][1:] == (4.5, 3.0)
+    with pytest.raises(fa_attn.UnsupportedError, match="Product is none of one number"):
+        Program.of_score(lambda s, b, h, q, k: Product.apply(s, s))
+
+
+# Refused where a function of scores reads it, which an attribute of its name is not.
+sin = StraightThrough
+
+
+def test_attributes_are_not_read_as_globals_of_their_names():
+    assert Program.of_score(lambda s, b, h, q, k: s.sin() + torch.sin(s)).score
+    with pytest.raises(fa_attn.UnsupportedError, match="the backward of StraightThrough is another"):
+        Program.of_score(lambda s, b, h, q, k: sin.apply(s))
 
 
 def test_derivatives_of_ones_own_are_refused():
