@@ -3,8 +3,8 @@
 
     python bench/wide_gradients.py
 
-bf16, random normal inputs; milliseconds, medians of eight runs. Gradients of two rows are checked against the
-formula in float64 first.
+bf16, random normal inputs; milliseconds, medians of eight runs. Gradients of two sequences of 200 rows, with
+the same heads and mask, are checked against the formula in float64 first.
 """
 
 import statistics
@@ -32,8 +32,9 @@ def milliseconds(call):
     return statistics.median(times)
 
 
-def drawn(batch, rows, heads, heads_kv, dtype=torch.bfloat16):
-    made = [torch.randn(batch, rows, h, 512, device="cuda").to(dtype) for h in (heads, heads_kv, heads_kv, heads)]
+def drawn(batch, rows, heads, heads_kv):
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    made = [torch.randn(batch, rows, h, 512, **options) for h in (heads, heads_kv, heads_kv, heads)]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 

@@ -12,9 +12,10 @@ import torch
 from . import _core
 from ._modifications import extents_of
 from ._programs import description_of
-from ._torch_nodes import Nodes, described
+from ._torch_memory import FLOAT
+from ._torch_nodes import Nodes, described, joined
 
-_INT, _FLOAT = torch.int32, torch.float32
+_INT = torch.int32
 _AXES = "bhqk"
 
 
@@ -22,16 +23,16 @@ _AXES = "bhqk"
 def _replaced(texts):
     """What `Program::with_direct_gradients` makes of a call's programs, what they were, and the names of the
     arrays that are left; None where nothing is replaced."""
-    found = described(texts)
+    text = joined(texts)
     try:
-        made = _core.program_direct(found["text"])
+        made = _core.program_direct(text)
     except _core.InputError:
         # Too many arrays: as kernels refuse the program that it is.
         return None
     if made is None:
         return None
     made = json.loads(made)
-    return made, found, {array["name"] for array in description_of(made["text"])["arrays"]}
+    return made, described(text), {array["name"] for array in description_of(made["text"])["arrays"]}
 
 
 class DirectGradients:
@@ -54,9 +55,9 @@ class DirectGradients:
         for load in made["loads"]:
             gather = places.gather(load)
             # In f32, as gradients are summed.
-            values = gather.of(arrays[load["array"]]).to(_FLOAT)
+            values = gather.of(arrays[load["array"]]).to(FLOAT)
             kept.append((load["name"], values))
-            room = torch.empty(values.shape, dtype=_FLOAT, device=q.device)
+            room = torch.empty(values.shape, dtype=FLOAT, device=q.device)
             self.loads.append((load, gather, room, wanted.get(load["array"])))
         self.programs = ([made["text"]], kept, scalars)
         replaced = {load["array"] for load in made["loads"]}

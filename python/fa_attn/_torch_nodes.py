@@ -9,18 +9,23 @@ import torch
 
 from . import _core
 from ._programs import description_of
+from ._torch_memory import FLOAT
 
-_INT, _FLOAT = torch.int32, torch.float32
+_INT = torch.int32
+
+
+def joined(texts):
+    """The text of the program that a call's programs are together."""
+    return reduce(_core.program_with, texts)
 
 
 @lru_cache(maxsize=4096)
-def described(texts):
-    """A call's programs, joined: `text`; `nodes`, each an operation and its operands; `elements`, the element
-    types of its arrays by their names; `mask`, `score`, `weight` and `slope`, the derivative of the score: the
-    places of the nodes that are these, or None; `gradients`: of loads, and the score's by them."""
-    text = reduce(_core.program_with, texts)
+def described(text):
+    """What a program is: `nodes`, each an operation and its operands; `elements`, the element types of its
+    arrays by their names; `mask`, `score`, `weight` and `slope`, the derivative of the score: the places of
+    the nodes that are these, or None; `gradients`: of loads, and the score's by them."""
     elements = {array["name"]: array["element"] for array in description_of(text)["arrays"]}
-    return dict(json.loads(_core.program_nodes(text)), text=text, elements=elements)
+    return dict(json.loads(_core.program_nodes(text)), elements=elements)
 
 
 def _shifted(operation, x, by, outside):
@@ -50,7 +55,7 @@ _OPERATIONS = {
     "rsqrt": torch.rsqrt,
     "sin": torch.sin,
     "cos": torch.cos,
-    "f32": lambda x: x.to(_FLOAT),
+    "f32": lambda x: x.to(FLOAT),
     "i32": _to_int,
     "+": torch.add,
     "-": torch.sub,
@@ -95,7 +100,7 @@ class Nodes:
         if operation in ("constant", "scalar", "float"):
             number = self.scalars[operands[0]] if operation == "scalar" else operands[0]
             number = float(number) if operation == "float" else number
-            dtype = {bool: torch.bool, int: _INT, float: _FLOAT}[type(number)]
+            dtype = {bool: torch.bool, int: _INT, float: FLOAT}[type(number)]
             return torch.full((), number, dtype=dtype, device=self.device)
         if operation == "load":
             return self._element(*self.place(operands))
@@ -117,4 +122,4 @@ class Nodes:
         found = array[tuple(indices)]
         if element == "bool":
             return found != 0
-        return found.to(_INT if element in ("i32", "u8") else _FLOAT)
+        return found.to(_INT if element in ("i32", "u8") else FLOAT)

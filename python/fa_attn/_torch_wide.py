@@ -9,13 +9,15 @@ import torch
 
 from ._core import InputError
 from ._torch_memory import FLOAT, lse_shape, out_shape
-from ._torch_nodes import Nodes, described
+from ._torch_nodes import Nodes, described, joined
 
 _INT = torch.int32
 # The head dims that kernels of gradients compute.
 _MOST = 256
 # Scores that are in memory at a time, of all heads.
 _ROOM = 1 << 24
+# torch 2.8 and newer.
+_HAS_FLOAT_PRODUCTS = "dtype" in torch.ops.aten.bmm.overloads()
 
 
 def is_wide(q, v, options):
@@ -114,7 +116,7 @@ def _by_groups(x, heads_kv):
 
 def _product(a, b):
     """The product of matrices of 16 bits, in float32."""
-    if a.is_cuda and a.dtype is not FLOAT and "dtype" in torch.ops.aten.bmm.overloads():
+    if _HAS_FLOAT_PRODUCTS and a.is_cuda and a.dtype is not FLOAT:
         return torch.bmm(a, b, out_dtype=FLOAT)
     return a.to(FLOAT) @ b.to(FLOAT)
 
@@ -142,7 +144,7 @@ class _Scores:
         self.scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         self.slopes = None if extras is None else extras.alibi_slopes
         texts, arrays, scalars = programs or ((), (), ())
-        self.program = described(tuple(texts)) if texts else None
+        self.program = described(joined(texts)) if texts else None
         self.arrays, self.scalars, self.rooms = dict(arrays), dict(scalars), dict(rooms or ())
         for room in self.rooms.values():
             room.zero_()
@@ -151,9 +153,13 @@ class _Scores:
         left, right = options.window
         self.left, self.right = left, 0 if options.causal else right
 
+    def _offset(self, rows, keys):
+        """Keys by which queries lie right of the top left."""
+        return keys - rows + (self.options.query_offset or 0)
+
     def seen(self, part, rows, keys):
         """The keys that some of a part of the rows may see."""
-        offset = keys - rows + (self.options.query_offset or 0)
+        offset = self._offset(rows, keys)
         first = 0 if self.left < 0 else max(0, part.start + offset - self.left)
         end = keys if self.right < 0 else min(keys, part.stop + offset + self.right)
         return slice(first, end)
@@ -167,7 +173,7 @@ class _Scores:
             shape[axis] = -1
             return torch.arange(first, end, dtype=_INT, device=device).view(shape)
 
-        offset = keys - rows + (self.options.query_offset or 0)
+        offset = self._offset(rows, keys)
         h, q, k = numbers(0, heads, 1), numbers(part.start, part.stop, 2), numbers(seen.start, seen.stop, 3)
         distance, hidden, slope = k - q - offset, None, None
         if self.left >= 0:
