@@ -24,8 +24,10 @@ def attention(
     window: Sides,
     lengths_q: Any,
     lengths_k: Any,
+    wants_lse: bool,
 ) -> Tuple[Any, Any]:
-    """(out, LSE) of arrays (batch, rows, heads, columns), aligned at the top left."""
+    """(out, LSE) of arrays (batch, rows, heads, columns), aligned at the top left. Without `wants_lse` LSE is
+    None, and no number is infinite, which programs may forbid by jax_debug_infs."""
     batch, rows, heads, columns = q.shape
     keys, heads_kv = k.shape[1:3]
     if heads % max(heads_kv, 1) or v.shape[:3] != k.shape[:3] or k.shape[-1] != columns:
@@ -49,10 +51,11 @@ def attention(
             seen = seen & (place < jnp.asarray(lengths).reshape(-1, 1, 1, 1))
     seen = jnp.broadcast_to(seen, scores.shape)
     is_blind = ~seen.any(-1, keepdims=True)
-    top = jnp.where(seen, scores, -jnp.inf).max(-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - jax.lax.stop_gradient(top), 0.0)), 0.0)
+    least = float(jnp.finfo(scores.dtype).min)
+    top = jax.lax.stop_gradient(jnp.where(seen, scores, least).max(-1, keepdims=True, initial=least))
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0.0)), 0.0)
     total = jnp.where(is_blind, 1.0, weights.sum(-1, keepdims=True))
-    lse = jnp.where(is_blind, -jnp.inf, jnp.log(total) + jax.lax.stop_gradient(top))[..., 0]
+    lse = jnp.where(is_blind, -jnp.inf, jnp.log(total) + top)[..., 0] if wants_lse else None
     weights = (weights / total).reshape(batch, heads_kv, heads // heads_kv, rows, keys)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, precision="highest")
     return out.reshape(batch, rows, heads, v.shape[-1]), lse

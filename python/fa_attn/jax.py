@@ -502,7 +502,7 @@ def dot_product_attention(
     lengths = query_seq_lengths, key_value_seq_lengths
     if q.dtype == k.dtype == v.dtype == np.float64:
         own = (bias, mask, scale, is_causal, sides, *map(_lengths, lengths))
-        out, lse = composed.attention(q, k, v, *own)
+        out, lse = composed.attention(q, k, v, *own, return_residual)
     else:
         out, lse = _at_the_top_left(q, k, v, bias, mask, scale, is_causal, sides, *lengths)
     out = out if has_batch else out[0]

@@ -236,6 +236,8 @@ def test_float64_is_computed_with_derivatives_of_every_order(options):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, H // k.shape[2], 2)) / 4
         want = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), jnp.repeat(v, H // v.shape[2], 2))
         near(dot_product_attention(q, k, v), want, 1e-13)
+        with jax.debug_infs(True):
+            near(dot_product_attention(q, k, v, mask=jnp.ones((S,), bool)), want, 1e-13)
         blind = dot_product_attention(q, k, v, mask=jnp.zeros((1, 1, 1, S), bool), return_residual=True)
         assert (blind[0] == 0).all() and (blind[1] == -jnp.inf).all()
         with pytest.raises(fa_attn.InputError, match="must be a multiple of key/value heads"):
