@@ -58,6 +58,8 @@ def rows_of_heads(query, key, value, enable_gqa):
         raise InputError(
             f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
         )
+    if value.shape[1] != heads_kv:
+        raise InputError(f"key has {heads_kv} heads and value {value.shape[1]}: they must be equal")
     if key.shape[0] == 1 and query.shape[0] != 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

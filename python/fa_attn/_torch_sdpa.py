@@ -37,9 +37,10 @@ def scaled_dot_product_attention(
     derivatives of every order; what `dropout_p` drops is then torch's.
     """
     is_causal = flag("is_causal", is_causal)
-    if not isinstance(query, torch.Tensor) or query.dim() < 2:
-        raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
-    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.dim() < 2:
+            raise InputError(f"{name} must be a torch tensor (.., seqlen, head_dim)")
+    if any(x.is_nested for x in (query, key, value)):
         return _of_jagged(
             query, key, value, attn_mask, dropout_p, is_causal, scale, flag("enable_gqa", enable_gqa)
         )
@@ -104,10 +105,9 @@ def _alignment_of(bias, lengths):
 
 def _scaled(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa):
     """scaled_dot_product_attention with a causal mask that is aligned in either way, or none."""
-    if query.dim() != 4:
+    if not query.dim() == key.dim() == value.dim() == 4:
         return _with_other_axes(query, key, value, attn_mask, dropout_p, alignment, scale, enable_gqa)
-    if not enable_gqa:
-        query, key, value = _broadcast(query, key, value)
+    query, key, value = _broadcast(query, key, value, enable_gqa)
     # One head of keys is shared by all heads of queries.
     q, k, v = rows_of_heads(query, key, value, enable_gqa or key.shape[1] == 1)
     if alignment is _TOP_LEFT and q.shape[1] < k.shape[1] == v.shape[1]:
@@ -129,8 +129,10 @@ def _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
     """The same by torch's operations."""
     if attn_mask is not None:
         attn_mask = broadcast("attn_mask", attn_mask, extents)
-        if attn_mask.dtype not in (torch.bool, q.dtype):
-            raise InputTypeError(f"attn_mask holds {attn_mask.dtype}: it must be bool or {q.dtype}, as query")
+        if attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            raise InputTypeError(
+                f"attn_mask holds {attn_mask.dtype}: it must be bool, float32 or {q.dtype}, as query"
+            )
     p = number("dropout_p", dropout_p) or 0.0
     if p:
         numbers_of(p)
@@ -140,14 +142,15 @@ def _composed(q, k, v, attn_mask, dropout_p, alignment, scale, extents):
     return composed.attention(*tensors, number("scale", scale), change, visible, p)[0]
 
 
-def _broadcast(query, key, value):
+def _broadcast(query, key, value, enable_gqa):
     """Tensors of four axes with the batch and the heads of all three, as torch's own products broadcast them;
-    a single head of both key and value stays one."""
-    shapes = [x.shape for x in (query, key, value) if isinstance(x, torch.Tensor) and x.dim() == 4]
-    if len(shapes) < 3 or shapes[0][:2] == shapes[1][:2] == shapes[2][:2]:
+    a single head of both key and value stays one, and with `enable_gqa` all heads stay as they are."""
+    shapes = [x.shape for x in (query, key, value)]
+    if shapes[0][:2] == shapes[1][:2] == shapes[2][:2]:
         return query, key, value
     try:
-        batch, heads = torch.broadcast_shapes(*(shape[:2] for shape in shapes))
+        (batch,) = torch.broadcast_shapes(*(shape[:1] for shape in shapes))
+        (heads,) = (-1,) if enable_gqa else torch.broadcast_shapes(*(shape[1:2] for shape in shapes))
     except RuntimeError:
         # What differs is said by the checks.
         return query, key, value
@@ -157,18 +160,25 @@ def _broadcast(query, key, value):
 
 
 def _with_other_axes(query, key, value, attn_mask, *options):
-    """The same of tensors with fewer or more than four axes."""
-    axes = query.dim()
-    if key.dim() != axes or value.dim() != axes or (attn_mask is not None and attn_mask.dim() > axes):
+    """The same of tensors with fewer or more than four axes, or not as many each: the first are broadcast."""
+    axes = max(query.dim(), key.dim(), value.dim())
+    if attn_mask is not None and attn_mask.dim() > axes:
         raise InputError(
-            f"query, key and value have {axes}, {key.dim()} and {value.dim()} axes: as many are "
-            "needed, and attn_mask has no more"
+            f"attn_mask has {attn_mask.dim()} axes, and query, key and value have {axes}: give it no more"
         )
+    query, key, value = (x[(None,) * (axes - x.dim())] for x in (query, key, value))
     if axes < 4:
         # Of one sequence.
         q, k, v = (x[(None,) * (4 - axes)] for x in (query, key, value))
     else:
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        try:
+            batch = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
+        except RuntimeError:
+            raise InputError(
+                f"query, key and value have the shapes {', '.join(map(str, shapes))}: their batches must be "
+                "broadcast to each other"
+            ) from None
         q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Tuple, Union
 
@@ -27,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _core
+from . import _jax_composed as composed
 from ._checks import check_integers
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._dropout import halves
-from ._modifications import Modifications
+from ._modifications import Extents, Modifications, additive
 from ._nvrtc import find_nvrtc
 from ._options import DESCALES, NO_EXTRAS, TENSORS, CallOptions, Extras
-from ._types import Window
+from ._programs import Program
 from .interface import flash_attn_func, flash_attn_varlen_func
 
 if TYPE_CHECKING:
@@ -474,45 +476,91 @@ def dot_product_attention(
     heads_kv, head_dim), or each without the batch.
 
     `bias` is added to the scaled scores, with a gradient, `mask` True where a query sees a key; both are
-    broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
-    where each sequence has as many queries as keys, one array gives both lengths, which is faster. Rows
-    beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch, rows,
-    heads)), LSE in key's type, as jax's; `flash_attn_func` gives it in float32. It has its gradient, where
-    jax's "xla" has none.
+    broadcast to (batch, heads, rows, keys). `scale` may be traced, with a gradient. jax aligns `is_causal`
+    and `local_window_size` to the top left: where each sequence has as many queries as keys, one array gives
+    both lengths, which is faster. Sides of a window below 0 begin or end it beside the diagonal, as jax's.
+    Rows beyond `query_seq_lengths`, and rows that see no key, are 0. `return_residual`: (out, LSE (batch,
+    rows, heads)), LSE in key's type and without a gradient, as jax's; `flash_attn_func` gives it in float32
+    with its gradient. float64 is computed by jax's operations, with all scores in memory and derivatives of
+    every order.
     `implementation`: None, or the name of one of jax's ("xla", "cudnn"), which this one stands for.
     """
     if implementation not in (None, "xla", "cudnn"):
         raise InputError(f"implementation is {implementation!r}: it must be None, 'xla' or 'cudnn'")
-    if mask is not None and getattr(mask, "dtype", None) != bool:
+    query, key, value = map(jnp.asarray, (query, key, value))
+    bias, mask = (x if x is None else jnp.asarray(x) for x in (bias, mask))
+    if mask is not None and mask.dtype != bool:
         # Masks of flax are numbers, which would be added to the scores.
-        have = getattr(mask, "dtype", type(mask).__name__)
         raise InputTypeError(
-            f"mask holds {have}: it must be bool, as jax's; give bias what is added to scores"
+            f"mask holds {mask.dtype}: it must be bool, as jax's; give bias what is added to scores"
         )
+    if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):
+        bias = bias.astype(jnp.float32)
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
-    window: Window = (-1, -1)
-    if local_window_size is not None:
-        sides = local_window_size
-        window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
-    has_mask = is_causal or window != (-1, -1)
-    last = q.shape[1] + (0 if is_causal else window[1])
-    if (is_causal or window[1] >= 0) and key_value_seq_lengths is None and last < k.shape[1] == v.shape[1]:
+    sides = _sides(local_window_size)
+    lengths = query_seq_lengths, key_value_seq_lengths
+    if q.dtype == k.dtype == v.dtype == np.float64:
+        own = (bias, mask, scale, is_causal, sides, *map(_lengths, lengths))
+        out, lse = composed.attention(q, k, v, *own, return_residual)
+    else:
+        out, lse = _at_the_top_left(q, k, v, bias, mask, scale, is_causal, sides, *lengths)
+    out = out if has_batch else out[0]
+    if not return_residual:
+        return out
+    lse = jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(key.dtype))
+    return out, lse if has_batch else lse[0]
+
+
+def _sides(window: Any) -> composed.Sides:
+    """(left, right) of a window of jax's."""
+    if window is None:
+        return None
+    try:
+        left = right = operator.index(window)
+    except TypeError:
+        left, right = map(operator.index, window)
+    return left, right
+
+
+def _at_the_top_left(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    scale: Any,
+    is_causal: bool,
+    sides: composed.Sides,
+    lengths_q: Any,
+    lengths_k: Any,
+) -> Any:
+    """(out, LSE) with a causal mask and a window that begin at the first query and key."""
+    left, right = (None, None) if sides is None else sides
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    has_mask = left is not None or right is not None
+    last = None if right is None else q.shape[1] + right
+    if last is not None and last >= q.shape[1] and lengths_k is None and last < k.shape[1] == v.shape[1]:
         # Keys that no query sees are left out: no kernel has a mask whose diagonal ends so far to the left.
         bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :last] for x in (bias, mask))
         k, v = k[:, :last], v[:, :last]
-    band = None
-    are_equal = query_seq_lengths is key_value_seq_lengths
-    query_seq_lengths, key_value_seq_lengths = map(_lengths, (query_seq_lengths, key_value_seq_lengths))
-    # Nor one that begins beyond the last key.
-    is_beyond = 0 <= window[0] < q.shape[1] - k.shape[1]
-    if has_mask and (is_beyond or not are_equal):
+    band, score, window = None, None, (-1, -1) if sides is None else (left, right)
+    are_equal = lengths_q is lengths_k
+    lengths_q, lengths_k = map(_lengths, (lengths_q, lengths_k))
+    # Nor one that begins beyond the last key, or ends before the diagonal.
+    is_beyond = left is not None and left < max(0, q.shape[1] - k.shape[1])
+    is_before = right is not None and right < 0
+    if has_mask and (is_beyond or is_before or not are_equal):
         # By indices, since the bottom right is elsewhere in each sequence.
-        band, is_causal, window = _band(is_causal, window), False, (-1, -1)
+        band, is_causal, window = _band(left, right), False, (-1, -1)
         has_mask = False
+    if isinstance(scale, jax.core.Tracer):
+        extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        score, bias, scale = _scaled_by(scale, bias, extents), None, 1.0
     # From the bottom right of all rows to the top left; of sequences of equal lengths both are the same.
-    offset = q.shape[1] - k.shape[1] if query_seq_lengths is None else 0
-    out, lse = flash_attn_varlen_func(
+    offset = q.shape[1] - k.shape[1] if lengths_q is None else 0
+    return flash_attn_varlen_func(
         q,
         k,
         v,
@@ -523,15 +571,21 @@ def dot_product_attention(
         bias=bias,
         mask=mask,
         mask_mod=band,
-        seqused_q=query_seq_lengths,
-        seqused_k=key_value_seq_lengths,
+        score_mod=score,
+        seqused_q=lengths_q,
+        seqused_k=lengths_k,
         return_softmax_lse=True,
     )
-    out = out if has_batch else out[0]
-    if not return_residual:
-        return out
-    lse = jnp.swapaxes(lse, -1, -2).astype(key.dtype)
-    return out, lse if has_batch else lse[0]
+
+
+def _scaled_by(scale: Any, bias: Any, extents: Extents) -> Program:
+    """Scores times a number that jax traces, and a bias."""
+    text, arrays = "score = s * fa_scale[0];", {"fa_scale": jnp.reshape(scale, (1,)).astype(jnp.float32)}
+    if bias is not None:
+        own = additive("bias", bias, extents)
+        arrays.update(zip(own.names, own.arrays))
+        text = own.texts[0].replace("score = s +", "score = s * fa_scale[0] +")
+    return Program(f"array fa_scale: f32[_];\n{text}", arrays)
 
 
 def _lengths(given: Any) -> Any:
@@ -545,13 +599,9 @@ def _lengths(given: Any) -> Any:
     return jnp.asarray(clip(given, 0 if given.dtype.kind == "u" else -1, 2**31 - 1), jnp.int32)
 
 
-def _band(is_causal: bool, window: Any) -> str:
+def _band(left: Optional[int], right: Optional[int]) -> str:
     """The program of a causal mask or a window that is aligned at the top left."""
-    left, right = window
-    right = 0 if is_causal else right
-    sides = []
-    if left >= 0:
-        sides.append(f"q - k <= {left}")
-    if right >= 0:
+    sides = [] if left is None else [f"q - k <= {left}"]
+    if right is not None:
         sides.append(f"k - q <= {right}")
     return f"mask = {' && '.join(sides)};"

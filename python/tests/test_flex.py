@@ -254,6 +254,48 @@ def test_scaled_dot_product_attention_of_other_axes(query, key, mask):
         same((got,), (want.nan_to_num(),), own, true)
 
 
+@pytest.mark.parametrize(
+    "query, key, value",
+    [
+        ((1, H, 9, D), (B, HK, 7, D), (B, HK, 7, D)),
+        ((B, H, 9, D), (1, HK, 7, D), (B, HK, 7, D)),
+        ((B, H, 9, D), (H, 7, D), (H, 7, D)),
+        ((H, 9, D), (B, H, 7, D), (1, 7, D)),
+        ((9, D), (B, H, 7, D), (B, H, 7, D)),
+        ((2, B, H, 9, D), (H, 7, D), (B, H, 7, D)),
+        ((9, D), (H, 7, D), (H, 7, D)),
+    ],
+)
+def test_batches_are_broadcast_to_each_other(query, key, value):
+    own, true = inputs(query, key, value)
+    gqa = query[-3:-2] == (H,) and key[-3] == HK
+    want = F.scaled_dot_product_attention(*true, enable_gqa=gqa)
+    same((fa_attn.scaled_dot_product_attention(*own, enable_gqa=gqa),), (want,), own, true)
+
+
+def test_what_cannot_be_broadcast_is_said():
+    q, k = draw(2, 3, H, 9, D), draw(4, H, 7, D)
+    wrong = [
+        (lambda: fa_attn.scaled_dot_product_attention(q, k, k), "their batches must be broadcast"),
+        (lambda: fa_attn.scaled_dot_product_attention(*[k[0]] * 3, draw(1, 1, 7, 7)), "attn_mask has 4 axes"),
+        (lambda: fa_attn.scaled_dot_product_attention(k, None, k), "key must be a torch tensor"),
+        (
+            lambda: fa_attn.scaled_dot_product_attention(k, k[:, :2], k[:, :1], enable_gqa=True),
+            "key has 2 heads and value 1",
+        ),
+    ]
+    for call, message in wrong:
+        with pytest.raises(fa_attn.InputError, match=message):
+            call()
+
+
+def test_a_mask_of_float32_is_added_to_scores_of_float64():
+    q, k, v = (draw(B, H, n, D).double() for n in (L, S, S))
+    mask = draw(L, S)
+    want = F.scaled_dot_product_attention(q, k, v, mask.double())
+    assert (fa_attn.scaled_dot_product_attention(q, k, v, mask) - want).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_triangle_attention_shares_a_bias_between_rows(batch):
     rows, heads, n = 3, 2, 19
@@ -553,9 +595,9 @@ def test_doubles_are_exact_and_differentiated_twice():
     with pytest.raises(fa_attn.UnsupportedError, match="score_mod of float64: give a function"):
         flex_attention(q, k, v, "s * 2.0")
     with pytest.raises(
-        fa_attn.InputTypeError, match="attn_mask holds torch.float32: it must be bool or torch.float64"
+        fa_attn.InputTypeError, match="attn_mask holds torch.float16: it must be bool, float32 or"
     ):
-        scaled(q, k, v, torch.zeros(16, 16))
+        scaled(q, k, v, torch.zeros(16, 16).half())
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 5, 0), (0, 0, 0, 0), (2, 0, 5, 4), (2, 4, 0, 8), (0, 4, 5, 8)])

@@ -160,9 +160,88 @@ def test_masks_from_the_top_left_of_other_lengths(lengths, window, is_causal, mo
 
 
 def test_masks_of_numbers_are_refused_as_by_jax():
-    for wrong in (MASK.astype(float), MASK.astype(int), MASK.tolist()):
+    for wrong in (MASK.astype(float), MASK.astype(int)):
         with pytest.raises(fa_attn.InputTypeError, match="mask holds .*: it must be bool"):
             dot_product_attention(Q, K, V, mask=wrong)
+
+
+def test_numbers_of_python_and_numpy_are_arrays_as_for_jax():
+    """numpy's own are of 64 bits, which jax makes 32 of."""
+    mask, whole = MASK.at[:, :, 3].set(True), jnp.arange(S) % 3
+    want = jax.nn.dot_product_attention(Q, K, V, bias=whole[None, None, None], mask=mask)
+    given = (np.asarray(x, np.float64) for x in (Q, K, V))
+    near(dot_product_attention(*given, bias=np.asarray(whole), mask=mask.tolist()), want)
+
+
+@pytest.mark.parametrize("window", [(-1, 4), (4, -2), (-3, 5), (0, -1), (-1, -1)])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("rows", [L, 4])
+def test_sides_of_windows_below_zero_are_jax_s(window, is_causal, rows):
+    """They begin or end the window beside the diagonal; FlashAttention's -1 is no side."""
+    distance = jnp.arange(S) - jnp.arange(rows)[:, None]
+    seen = (distance >= -window[0]) & (distance <= window[1]) & ((distance <= 0) | (not is_causal))
+    options = dict(is_causal=is_causal, local_window_size=window)
+    want = jax.nn.dot_product_attention(Q[:, :rows], K, V, **options)
+    got = dot_product_attention(Q[:, :rows], K, V, **options)
+    near(got, jnp.where(seen.any(1)[:, None, None], want, 0.0))
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["alone", "bias"])
+def test_a_scale_may_be_traced_and_has_a_gradient(bias):
+    def loss(f, scale, q, bias):
+        return (f(q, K, V, bias, scale=scale, is_causal=True) * DOUT).sum()
+
+    wanted = (1, 2) if bias is None else (1, 2, 3)
+    got, want = (
+        jax.jit(jax.value_and_grad(partial(loss, f), tuple(at - 1 for at in wanted)))(0.3, Q, bias)
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    near(got[0], want[0], 1e-3)
+    for one, other in zip(got[1], want[1]):
+        near(one, other, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(is_causal=True),
+        dict(local_window_size=(2, 1)),
+        dict(key_value_seq_lengths=[15, 9], query_seq_lengths=[12, 7]),
+        dict(scale=0.3, mask=True, bias=True),
+    ],
+    ids=["plain", "causal", "window", "lengths", "mask"],
+)
+def test_float64_is_computed_with_derivatives_of_every_order(options):
+    with jax.enable_x64(True):
+        q, k, v, dout = (x.astype(jnp.float64) for x in (Q, K, V, DOUT))
+        options = {
+            name: jnp.asarray(x, jnp.int32) if isinstance(x, list) else x for name, x in options.items()
+        }
+        if options.pop("mask", False):
+            options.update(mask=MASK.at[:, :, 3].set(True), bias=BIAS.astype(jnp.float64))
+
+        def loss(f, *given):
+            return (f(*given, **options) ** 2 * dout).sum()
+
+        ours, theirs = (partial(loss, f) for f in (dot_product_attention, jax.nn.dot_product_attention))
+        for order in (
+            lambda f: jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v),
+            lambda f: jax.jvp(jax.grad(f), (q, k, v), (dout, v, k))[1],
+        ):
+            for one, other in zip(*(jax.tree.leaves(order(f)) for f in (ours, theirs))):
+                assert one.dtype == np.float64
+                # jax's own scores are of float32.
+                near(one, other, 2e-5)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, H // k.shape[2], 2)) / 4
+        want = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), jnp.repeat(v, H // v.shape[2], 2))
+        near(dot_product_attention(q, k, v), want, 1e-13)
+        with jax.debug_infs(True):
+            near(dot_product_attention(q, k, v, mask=jnp.ones((S,), bool)), want, 1e-13)
+        blind = dot_product_attention(q, k, v, mask=jnp.zeros((1, 1, 1, S), bool), return_residual=True)
+        assert (blind[0] == 0).all() and (blind[1] == -jnp.inf).all()
+        with pytest.raises(fa_attn.InputError, match="must be a multiple of key/value heads"):
+            dot_product_attention(q[:, :, :1], k, v)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +298,8 @@ def test_a_residual_is_of_jax_s_type():
     )
     assert got.dtype == want.dtype
     near(got.astype(jnp.float32), want.astype(jnp.float32), 0.05)
+    slope = jax.grad(lambda q: dot_product_attention(q, K, V, return_residual=True)[1].sum())(Q)
+    assert (slope == 0).all(), "as jax's, whose residual has no gradient"
 
 
 def test_what_a_program_refuses_is_refused_under_jit():
