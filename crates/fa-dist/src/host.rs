@@ -56,7 +56,7 @@ impl<X: HostTransport> HostAttention<X> {
             let need = format!("the {} ranks of the plan", plan.world());
             return Err(Error::Ranks { name: "world", value: transport.world(), need });
         }
-        transport.agree(&plan.descriptor())?;
+        transport.agree(&plan.descriptor()).inspect_err(|error| transport.fail(&error.to_string()))?;
         let rank = transport.rank();
         Ok(HostAttention { plan: plan.clone(), transport, rank, order: Order::Listed })
     }
@@ -268,10 +268,7 @@ impl<X: HostTransport> HostAttention<X> {
 
     /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
     fn told(&mut self, done: Result<(), Error>) -> Result<(), Error> {
-        if done.is_err() {
-            self.transport.fail();
-        }
-        done
+        done.inspect_err(|error| self.transport.fail(&error.to_string()))
     }
 
     fn run<'a, T: Wire>(
