@@ -469,7 +469,8 @@ mod tests {
                         let lost = Lost::of(failing, "a test of words. Of some");
                         assert_eq!(store.lost(), Some(lost), "rank {rank}");
                         let error = store.gather("testing", "").unwrap_err();
-                        let said = format!("rank {failing} is lost while testing, which says: a test of words");
+                        let said =
+                            format!("rank {failing} is lost while testing, which says: a test of words");
                         assert!(error.to_string().starts_with(&said), "{error}");
                         assert!(begun.elapsed() < SOON, "rank {rank} waited");
                     });

@@ -285,7 +285,8 @@ fn check_arrays(plan: &ShardPlan) -> Result<(), Error> {
     if let (Some(array), []) = (decls.iter().find(|array| array.gradient), plan.arrays()) {
         return Err(plan.without_extents(&array.name));
     }
-    let refused = plan.arrays().iter().find_map(|own| Some((own, own.axes.as_ref().err().filter(|_| own.is_read)?)));
+    let refused =
+        plan.arrays().iter().find_map(|own| Some((own, own.axes.as_ref().err().filter(|_| own.is_read)?)));
     let Some((own, why)) = refused else { return Ok(()) };
     Err(Error::Refused {
         scheme: plan.scheme().name(),

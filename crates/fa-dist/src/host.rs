@@ -166,9 +166,9 @@ impl<X: HostTransport> HostAttention<X> {
         self.backward_program(inputs, [dq, dk, dv], dsinks, None, extras)
     }
 
-    /// [`HostAttention::backward`] with the gradients of the arrays that the problem's program reads, of a plan
-    /// that has them ([`ShardPlan::with_arrays`]): `darrays` takes a packed array for each, which is empty
-    /// where the program wants none. Every rank gets those of the whole.
+    /// [`HostAttention::backward`] with the gradients of the arrays that the problem's program reads, of a
+    /// plan that has them ([`ShardPlan::with_arrays`]): `darrays` takes a packed array for each, which is
+    /// empty where the program wants none. Every rank gets those of the whole.
     ///
     /// # Errors
     /// As [`HostAttention::backward`].
@@ -240,10 +240,7 @@ impl<X: HostTransport> HostAttention<X> {
     }
 
     /// Room for the gradients of the arrays that the plan has.
-    fn room_for_arrays<'d>(
-        &self,
-        darrays: &'d mut Vec<Vec<f32>>,
-    ) -> Vec<(usize, &'d mut [f32])> {
+    fn room_for_arrays<'d>(&self, darrays: &'d mut Vec<Vec<f32>>) -> Vec<(usize, &'d mut [f32])> {
         let program = self.plan.problem().score.program;
         let decls = program.as_deref().map_or(&[][..], |program| program.arrays());
         darrays.clear();

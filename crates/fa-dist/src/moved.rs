@@ -195,7 +195,8 @@ pub(crate) fn axes(
     extents: [usize; AXES],
     lens: impl Fn(Axis) -> Option<usize>,
 ) -> Result<Vec<Axis>, &'static str> {
-    let loads = program.own().filter(|(_, node)| matches!(node, Node::Load(own, _) if usize::from(*own) == array));
+    let loads =
+        program.own().filter(|(_, node)| matches!(node, Node::Load(own, _) if usize::from(*own) == array));
     let loads: Vec<_> = loads.map(|(id, _)| id).collect();
     let [load] = loads[..] else { return Err("is read at several places") };
     if !program.is_direct(array) {

@@ -175,9 +175,10 @@ impl ShardPlan {
         ShardPlan { has_dlse, ..self }
     }
 
-    /// The same plan whose backwards have the gradients of those arrays of the program that are declared with
-    /// `grad`, summed over ranks in their order: every rank gets those of the whole. `extents`: the indices of
-    /// each axis of every array, in the order of declarations, as all calls give them; 1 beyond the rank.
+    /// The same plan whose backwards have the gradients of those arrays of the program that are declared
+    /// with `grad`, summed over ranks in their order: every rank gets those of the whole. `extents`: the
+    /// indices of each axis of every array, in the order of declarations, as all calls give them; 1 beyond
+    /// the rank.
     ///
     /// # Errors
     /// [`Error::Tensor`] for extents that are not those of the program's arrays.

@@ -526,15 +526,13 @@ mod tests {
                 for j in b.clone() {
                     for k in c.clone() {
                         want.extend(
-                            d.clone()
-                                .map(|l| ((i * extents[1] + j) * extents[2] + k) * extents[3] + l),
+                            d.clone().map(|l| ((i * extents[1] + j) * extents[2] + k) * extents[3] + l),
                         );
                     }
                 }
             }
             let stretches = window.stretches();
-            let found: Vec<usize> =
-                stretches.iter().flat_map(|(_, to, len)| *to..to + len).collect();
+            let found: Vec<usize> = stretches.iter().flat_map(|(_, to, len)| *to..to + len).collect();
             assert_eq!((found, stretches.len()), (want, count), "{window:?}");
             let ends: Vec<usize> = stretches.iter().map(|(from, _, len)| from + len).collect();
             assert_eq!(ends.last(), Some(&window.elements()));

@@ -137,7 +137,9 @@ fn the_others_learn_why_a_rank_has_failed() {
     let plan = ShardPlan::new(&problem, 3, Scheme::Ring, Layout::Zigzag).unwrap();
     let late = FaultKind::Stall(Duration::from_millis(1500));
     // Who fails of it, and what that rank says.
-    for (kind, said) in [(FaultKind::Truncate, "all ranks need the same call"), (late, "took more than 400ms")] {
+    for (kind, said) in
+        [(FaultKind::Truncate, "all ranks need the same call"), (late, "took more than 400ms")]
+    {
         let found = answers(&plan, Fault { rank: 0, exchange: 0, kind });
         let first = found.iter().position(|error| {
             matches!(error, Some(Error::Mismatch { rank: 0, .. } | Error::Deadline { .. }))

@@ -164,7 +164,10 @@ fn arrays_that_a_plan_does_not_know_are_refused_by_name() {
     for plan in plans(&problem, 1) {
         for (plan, part) in [
             (plan.clone(), "the array bias of a program whose extents it does not know: give them by"),
-            (plan.clone().with_arrays(&[[2, 15, 1, 1]]).unwrap(), "[2, 16, 1, 1] of bias, the plan needs [2, 15,"),
+            (
+                plan.clone().with_arrays(&[[2, 15, 1, 1]]).unwrap(),
+                "[2, 16, 1, 1] of bias, the plan needs [2, 15,",
+            ),
         ] {
             let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
             let inputs = inputs::<f32>(&problem);

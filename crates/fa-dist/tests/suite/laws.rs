@@ -142,7 +142,14 @@ impl Rank {
                     }
                 }
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv], dsinks, dlse, .. } => {
+            Op::Backward {
+                part,
+                inputs: [q, k, v, out, lse, dout],
+                outputs: [dq, dk, dv],
+                dsinks,
+                dlse,
+                ..
+            } => {
                 let group = part.problem.group_size();
                 let (rows, keys) = (q.rows.len(), k.rows.len());
                 let mut over_queries: HashMap<(usize, usize), BTreeSet<(usize, usize)>> = HashMap::new();

@@ -138,7 +138,8 @@ pub(super) struct Answer {
     pub error: Option<(String, String)>,
     /// Whether O and LSE have the bits of one GPU.
     pub same_bits: Option<bool>,
-    /// Largest difference of O, dQ, dK, dV and the gradients of arrays from one GPU's, over the largest value.
+    /// Largest difference of O, dQ, dK, dV and the gradients of arrays from one GPU's, over the largest
+    /// value.
     pub errors: Vec<f64>,
     /// The gradient of the sinks: the rank's part, and all of one GPU's.
     pub dsinks: [Vec<f32>; 2],
@@ -226,9 +227,10 @@ fn with_program(problem: Problem, text: &str) -> Problem {
 const MASKED: &str = "scalar w: i32; let d = q + off - k; mask = 0 <= d and (d < w or k % 7 == 0);";
 const DOCUMENTS: &str = "mask = q // 5000 == k // 5000;";
 const SHORT_DOCUMENTS: &str = "mask = q // 700 == k // 700;";
-/// Arrays of rows, of keys and of pairs, whose gradients kernels sum, and one by distance, which no kernel does.
+/// Arrays of rows, of keys and of pairs, whose gradients kernels sum, and one by distance, which none does.
 const ROWS: &str = "array row: f32[_, _] grad; score = s + row[h, q];";
-const KEYS: &str = "array key: f32[_] grad; array bias: f32[_, _, _] grad; score = s + key[k] + bias[hk, q, k];";
+const KEYS: &str =
+    "array key: f32[_] grad; array bias: f32[_, _, _] grad; score = s + key[k] + bias[hk, q, k];";
 const TABLE: &str = "array table: f32[_, _] grad; score = s + table[h, min(abs(q + off - k), 40)];";
 const CHANGED: &str = "array bias: f32[_, _]; score = s + bias[q, k] + 0.01 * f32(h);";
 
