@@ -90,7 +90,7 @@ fn programs_see_the_numbers_of_the_whole() {
 fn gradients_of_arrays_are_those_of_the_whole_on_every_rank() {
     // Of each array its extents, in the order of declarations.
     let cases: [(&str, &[[usize; 4]]); 7] = [
-        ("array row: f32[_, _] grad; score = s + row[h, q];", &[[4, 29, 1, 1]]),
+        ("array row: f32[_, _] grad; score = s * row[h, q];", &[[4, 29, 1, 1]]),
         ("array key: f32[_, _] grad; score = s * key[k, b];", &[[29, 2, 1, 1]]),
         ("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];", &[[1, 4, 29, 29]]),
         ("array bias: f32[_, _, _, _] grad; score = s + bias[b, hk, q, k];", &[[2, 1, 1, 29]]),

@@ -228,7 +228,7 @@ const MASKED: &str = "scalar w: i32; let d = q + off - k; mask = 0 <= d and (d <
 const DOCUMENTS: &str = "mask = q // 5000 == k // 5000;";
 const SHORT_DOCUMENTS: &str = "mask = q // 700 == k // 700;";
 /// Arrays of rows, of keys and of pairs, whose gradients kernels sum, and one by distance, which none does.
-const ROWS: &str = "array row: f32[_, _] grad; score = s + row[h, q];";
+const ROWS: &str = "array row: f32[_, _] grad; score = s * row[h, q];";
 const KEYS: &str =
     "array key: f32[_] grad; array bias: f32[_, _, _] grad; score = s + key[k] + bias[hk, q, k];";
 const TABLE: &str = "array table: f32[_, _] grad; score = s + table[h, min(abs(q + off - k), 40)];";
