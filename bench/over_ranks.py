@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -67,14 +68,14 @@ def check(own, whole, axis):
         raise RuntimeError(f"differs from one GPU by {difference.item():.3g}")
 
 
-def ours(whole, mesh):
+def ours(whole, mesh, scheme=None):
     """(over ranks, on one GPU), each a context to be in, a function and its tensors, and the axis of rows."""
     from fa_attn import distributed, flash_attn_func
 
     local = [distributed.shard(x).detach().requires_grad_() for x in whole]
     alone = [x.detach().clone().requires_grad_() for x in whole]
     return (
-        (nullcontext(), lambda: distributed.attention(*local, causal=True), local),
+        (nullcontext(), lambda: distributed.attention(*local, causal=True, scheme=scheme), local),
         (nullcontext(), lambda: flash_attn_func(*alone, causal=True), alone),
     ), 1
 
@@ -118,7 +119,7 @@ def start(rank, args, path):
             torch.manual_seed(0)
             shapes = [(1, length, count, DIM) for count in (heads_q, heads_kv, heads_kv)]
             whole = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-            for name, make in (("fa", ours), ("torch", torchs)):
+            for name, make in (("fa", ours), ("fa ring", partial(ours, scheme="ring")), ("torch", torchs)):
                 shape = f"{length} {heads_q}:{heads_kv}"
                 try:
                     found, outs = [], []

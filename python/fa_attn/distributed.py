@@ -5,7 +5,8 @@ are collective: each rank calls them, in the same order. Transfers are those of 
 NCCL on GPUs, gloo on CPUs.
 
 - `attention`: keys and values are gathered, in stages those of some heads while others are computed; nothing
-  is merged: a rank's rows are computed as on one GPU. Gradients of K and V are summed in float32.
+  is merged: a rank's rows are computed as on one GPU. Gradients of K and V are summed in float32. Or they
+  travel in a ring, those of one rank while others are attended to, and results are merged.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
@@ -80,6 +81,7 @@ from ._sharded_programs import by_sequence, dropout_state, dropped, of_part
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
+from ._sharded_ring import Ring
 from ._sharded_transformers import substitute_hf_flash_attn, update_ring_flash_attn_params
 from .interface import flash_attn_backward, flash_attn_func
 
@@ -166,6 +168,7 @@ def attention(
     group=None,
     layout="zigzag",
     stages=1,
+    scheme=None,
     return_lse=False,
     seqlen=None,
     dropout_p=0.0,
@@ -179,7 +182,11 @@ def attention(
     on every rank, or those of a sequence of `seqlen` rows, which the ranks need not divide, as `shard` deals
     them. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
     after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each
-    transfer costs the host and the GPUs more than it hides. `alibi_slopes` and `sinks`: those of all heads,
+    transfer costs the host and the GPUs more than it hides. `scheme`: "gather", or "ring", in which K and V
+    travel from rank to rank while others are attended to: the least memory, and the faster one where K and V
+    have about as many heads as Q and are long on their way. Results are merged by their LSE in float32, so
+    that they have other last bits than those of one GPU; slopes, sinks, dropout, modifications and stages are
+    the gather's. None: "gather". `alibi_slopes` and `sinks`: those of all heads,
     the same on every rank; the gradient of sinks is that of this rank's rows, to be added up as those of
     weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
     `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
@@ -196,9 +203,10 @@ def attention(
         options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
         options.update(deterministic=deterministic, alibi_slopes=alibi_slopes, sinks=sinks)
         options.update(dropout_p=dropout_p, rng_state=rng_state, **modifications)
-        if return_lse or stages != 1 or seqlen is not None:
+        if return_lse or stages != 1 or seqlen is not None or scheme is not None:
             raise UnsupportedError(
-                f"return_lse, stages and seqlen with cp_comm_type {cp_comm_type!r}: use 'p2p' or 'all_gather'"
+                f"return_lse, stages, scheme and seqlen with cp_comm_type {cp_comm_type!r}: use 'p2p' or "
+                "'all_gather'"
             )
         return _by_heads_first(q, k, v, cp_comm_type, group, layout, options)
     world, rank = place(group)
@@ -210,10 +218,17 @@ def attention(
         raise InputError(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
-    shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
     drop = (dropout_p, rng_state if isinstance(rng_state, torch.Tensor) else str(rng_state))
-    agree(group, *shown, layout, stages, options, *drop, *sorted(modifications))
+    if scheme not in (None, *_SCHEMES):
+        raise InputError(f"scheme is {scheme!r}: it must be one of {', '.join(_SCHEMES)}")
+    if scheme == "ring":
+        _check_ring(alibi_slopes, sinks, stages, dropout_p != 0.0 or rng_state is not None, modifications)
+    shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
+    agree(group, *shown, layout, stages, scheme, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
+    if scheme == "ring":
+        out, lse = Ring.apply(q, k, v, _PASSES, group, dealing, options)
+        return (out, lse) if return_lse else out
     spans = _spans(dealing, rank)
     parts = _parts(spans, dealing.rows, options)
     mods = program_of("attention", q, dealing.rows, modifications)
@@ -333,6 +348,17 @@ def ulysses_attention(
             mods = of_part(mods, dict(h=own, hk=slice(rank * heads_kv // world, None)))
         out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
     return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
+
+
+_SCHEMES = ("gather", "ring")
+
+
+def _check_ring(slopes, sinks, stages, drops, modifications):
+    given = dict(alibi_slopes=slopes is not None, sinks=sinks is not None)
+    given.update(stages=stages != 1, dropout_p=drops)
+    named = [name for name, is_given in given.items() if is_given] + sorted(modifications)
+    if named:
+        raise UnsupportedError(f"{', '.join(named)} with scheme 'ring': use 'gather'")
 
 
 def _by_heads_first(q, k, v, kind, group, layout, options):

@@ -342,7 +342,7 @@ const JAX_CHOSEN: &str =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 14] = [
+const TORCH_FILES: [&str; 15] = [
     "test_codes.py",
     "test_fp8.py",
     "test_mla_model.py",
@@ -356,6 +356,7 @@ const TORCH_FILES: [&str; 14] = [
     "test_torch_distributed.py",
     "test_torch_distributed_faces.py",
     "test_torch_distributed_faults.py",
+    "test_torch_distributed_ring.py",
     "test_transformers_masks.py",
 ];
 const TORCH_CHOSEN: &str =

@@ -7,11 +7,10 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, until};
+use crate::error::{Error, Lost, PANIC, until};
 
 /// Where ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,9 +55,6 @@ impl Bootstrap {
     }
 }
 
-/// No rank is lost.
-const NONE: usize = usize::MAX;
-
 /// How often a file or a port is tried again.
 const AGAIN: Duration = Duration::from_millis(5);
 
@@ -66,7 +62,7 @@ const AGAIN: Duration = Duration::from_millis(5);
 pub(crate) struct Store {
     place: Place,
     deadline: Duration,
-    lost: Arc<AtomicUsize>,
+    lost: Arc<OnceLock<Lost>>,
     kind: Kind,
 }
 
@@ -87,8 +83,9 @@ enum Kind {
     },
 }
 
-/// The byte by which a rank says that it ends well.
+/// The byte by which a rank says that it ends well, and that before a text on a rank that is lost.
 const BYE: u8 = b'.';
+const LOST: u8 = b'!';
 
 impl Store {
     pub(crate) fn join(bootstrap: &Bootstrap, place: Place, deadline: Duration) -> Result<Store, Error> {
@@ -97,7 +94,7 @@ impl Store {
             let need = format!("a rank below {world}");
             return Err(Error::Ranks { name: "rank", value: rank, need });
         }
-        let lost = Arc::new(AtomicUsize::new(NONE));
+        let lost = Arc::new(OnceLock::new());
         let kind = match bootstrap {
             _ if world == 1 => Kind::Alone,
             Bootstrap::Tcp(address) if rank == 0 => server(address, world, deadline, &lost)?,
@@ -110,25 +107,25 @@ impl Store {
         Ok(Store { place, deadline, lost, kind })
     }
 
-    /// A rank that has ended without a word, if any.
+    /// The rank that is lost, if any.
     #[cfg(test)]
-    pub(crate) fn lost(&self) -> Option<usize> {
-        Some(self.lost.load(Ordering::Acquire)).filter(|rank| *rank != NONE)
+    pub(crate) fn lost(&self) -> Option<Lost> {
+        self.lost.get().cloned()
     }
 
-    /// Tells which rank has ended without a word, if any; outlives the borrow.
-    pub(crate) fn watch(&self) -> impl Fn() -> Option<usize> + use<> {
+    /// Tells which rank is lost, if any; outlives the borrow.
+    pub(crate) fn watch(&self) -> impl Fn() -> Option<Lost> + use<> {
         let lost = self.lost.clone();
-        move || Some(lost.load(Ordering::Acquire)).filter(|rank| *rank != NONE)
+        move || lost.get().cloned()
     }
 
-    /// Tells the others that this rank is lost, and ends its connections: they wait for it no longer.
-    pub(crate) fn fail(&mut self) {
-        note(&self.lost, self.place.rank);
-        let word = self.place.rank.to_string();
+    /// Tells the others that this rank is lost, and why, or the one that was lost before, and ends its
+    /// connections: they wait for it no longer.
+    pub(crate) fn fail(&mut self, why: &str) {
+        let first = self.lost.get_or_init(|| Lost::of(self.place.rank, why)).clone();
         let tell = |heart: &mut TcpStream| {
             // Whoever has ended already needs no word.
-            write_text(heart, &word).ok();
+            write_lost(heart, &first).ok();
             heart.shutdown(Shutdown::Write).ok();
         };
         match &mut self.kind {
@@ -149,17 +146,12 @@ impl Store {
         let (Place { rank, world, .. }, deadline) = (self.place, self.deadline);
         let lost = self.lost.clone();
         let failed = |peer: usize, error: &std::io::Error| {
-            let told = lost.load(Ordering::Acquire);
             let late = [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind());
-            match told {
-                NONE if late => {
+            match lost.get() {
+                None if late => {
                     Error::Deadline { after: deadline, doing: format!("{doing}, waiting for rank {peer}") }
                 }
-                NONE => {
-                    note(&lost, peer);
-                    Error::PeerLost { rank: peer, doing: doing.to_owned() }
-                }
-                told => Error::PeerLost { rank: told, doing: doing.to_owned() },
+                _ => lost.get_or_init(|| Lost::silently(peer)).clone().while_doing(doing),
             }
         };
         match &mut self.kind {
@@ -201,13 +193,15 @@ impl Drop for Store {
             Kind::Client { heart, .. } => vec![heart],
             Kind::Alone | Kind::Folder { .. } => Vec::new(),
         };
+        if std::thread::panicking() {
+            note(&self.lost, Lost::of(self.place.rank, PANIC));
+        }
         // A rank that ends because another one did says which, if nobody has told yet.
-        let lost = self.lost.load(Ordering::Acquire);
         for heart in hearts {
             // Whoever has ended already needs no word.
-            match lost {
-                NONE => heart.write_all(&[BYE]).ok(),
-                lost => write_text(heart, &lost.to_string()).ok(),
+            match self.lost.get() {
+                None => heart.write_all(&[BYE]).ok(),
+                Some(lost) => write_lost(heart, lost).ok(),
             };
             heart.shutdown(Shutdown::Write).ok();
         }
@@ -238,6 +232,32 @@ fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
     stream.write_all(&[&len.to_le_bytes(), text.as_bytes()].concat())
 }
 
+/// Says on a heart which rank is lost: the rank, and its reason if it has one. In one piece, too.
+fn write_lost(heart: &mut TcpStream, lost: &Lost) -> std::io::Result<()> {
+    let text = match &lost.why {
+        Some(why) => format!("{} {why}", lost.rank),
+        None => lost.rank.to_string(),
+    };
+    let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
+    heart.write_all(&[&[LOST], &len.to_le_bytes()[..], text.as_bytes()].concat())
+}
+
+/// Waits for what a heart says last: nothing of a rank that ends well, else which rank is lost, of one that
+/// ends without a word `peer` itself.
+fn last_word(heart: &mut TcpStream, peer: usize) -> Option<Lost> {
+    heart.set_read_timeout(None).ok();
+    let mut byte = [0];
+    match heart.read(&mut byte) {
+        Ok(1) if byte[0] == BYE => return None,
+        Ok(1) if byte[0] == LOST => {}
+        _ => return Some(Lost::silently(peer)),
+    }
+    let Ok(text) = read_text(heart) else { return Some(Lost::silently(peer)) };
+    let (rank, why) = text.split_once(' ').map_or((text.as_str(), None), |(rank, why)| (rank, Some(why)));
+    let Ok(rank) = rank.parse() else { return Some(Lost::silently(peer)) };
+    Some(why.map_or_else(|| Lost::silently(rank), |why| Lost::of(rank, why)))
+}
+
 fn read_text(stream: &mut TcpStream) -> std::io::Result<String> {
     let mut len = [0; 4];
     stream.read_exact(&mut len)?;
@@ -254,7 +274,12 @@ fn address_error(address: &str, reason: impl ToString) -> Error {
     Error::Bootstrap { what: address.to_owned(), reason: reason.to_string() }
 }
 
-fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsize>) -> Result<Kind, Error> {
+fn server(
+    address: &str,
+    world: usize,
+    deadline: Duration,
+    lost: &Arc<OnceLock<Lost>>,
+) -> Result<Kind, Error> {
     let listener = TcpListener::bind(address).map_err(|error| address_error(address, error))?;
     listener.set_nonblocking(true).map_err(|error| address_error(address, error))?;
     let mut found: Vec<[Option<TcpStream>; 2]> = (1..world).map(|_| [None, None]).collect();
@@ -301,15 +326,13 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
         let others = hearts.iter().map(clone).collect::<Result<Vec<_>, Error>>()?;
         let lost = lost.clone();
         std::thread::spawn(move || {
-            heart.set_read_timeout(None).ok();
-            let mut byte = [0];
-            if !matches!(heart.read(&mut byte), Ok(1) if byte[0] == BYE) {
+            if let Some(found) = last_word(&mut heart, index + 1) {
                 // Told before it is noted: who notes it may end at once.
                 for mut other in others {
                     // Ranks that have ended need no word.
-                    write_text(&mut other, &(index + 1).to_string()).ok();
+                    write_lost(&mut other, &found).ok();
                 }
-                note(&lost, index + 1);
+                note(&lost, found);
             }
         });
     }
@@ -317,11 +340,16 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
 }
 
 /// The first that is lost stays.
-fn note(lost: &AtomicUsize, rank: usize) {
-    lost.compare_exchange(NONE, rank, Ordering::AcqRel, Ordering::Acquire).ok();
+fn note(lost: &OnceLock<Lost>, rank: Lost) {
+    lost.set(rank).ok();
 }
 
-fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsize>) -> Result<Kind, Error> {
+fn client(
+    address: &str,
+    place: Place,
+    deadline: Duration,
+    lost: &Arc<OnceLock<Lost>>,
+) -> Result<Kind, Error> {
     let end = until(deadline);
     let connect = |which: usize| loop {
         match TcpStream::connect(address) {
@@ -342,19 +370,8 @@ fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsiz
     let mut listening = heart.try_clone().map_err(|error| address_error(address, error))?;
     let lost = lost.clone();
     std::thread::spawn(move || {
-        listening.set_read_timeout(None).ok();
-        let mut first = [0];
-        match listening.read(&mut first) {
-            Ok(1) if first[0] == BYE => {}
-            Ok(1) => {
-                // The rest of a text: three bytes of its length, and a rank.
-                let mut rest = [0; 3];
-                let mut digits = vec![0; first[0] as usize];
-                let read = listening.read_exact(&mut rest).and_then(|()| listening.read_exact(&mut digits));
-                let rank = read.ok().and_then(|()| String::from_utf8(digits).ok()?.parse().ok());
-                note(&lost, rank.unwrap_or(0));
-            }
-            _ => note(&lost, 0),
+        if let Some(found) = last_word(&mut listening, 0) {
+            note(&lost, found);
         }
     });
     Ok(Kind::Client { server, heart })
@@ -419,7 +436,7 @@ mod tests {
                     while store.lost().is_none() && begun.elapsed() < SOON {
                         std::thread::sleep(AGAIN);
                     }
-                    assert_eq!(store.lost(), Some(1), "rank {rank}");
+                    assert_eq!(store.lost(), Some(Lost::silently(1)), "rank {rank}");
                     let error = store.gather("testing", "").unwrap_err();
                     assert!(
                         matches!(error, Error::PeerLost { rank: 1, .. } | Error::PeerLost { rank: 0, .. }),
@@ -443,15 +460,18 @@ mod tests {
                         store.gather("testing", "").unwrap();
                         let begun = Instant::now();
                         if rank == failing {
-                            store.fail();
+                            store.fail("a test of words. Of some");
                             std::thread::sleep(Duration::from_millis(300));
                         }
                         while store.lost().is_none() && begun.elapsed() < SOON {
                             std::thread::sleep(AGAIN);
                         }
-                        assert_eq!(store.lost(), Some(failing), "rank {rank}");
+                        let lost = Lost::of(failing, "a test of words. Of some");
+                        assert_eq!(store.lost(), Some(lost), "rank {rank}");
                         let error = store.gather("testing", "").unwrap_err();
-                        assert!(matches!(error, Error::PeerLost { rank, .. } if rank == failing), "{error}");
+                        let said =
+                            format!("rank {failing} is lost while testing, which says: a test of words");
+                        assert!(error.to_string().starts_with(&said), "{error}");
                         assert!(begun.elapsed() < SOON, "rank {rank} waited");
                     });
                 }

@@ -174,7 +174,7 @@ fn step_seconds(
         Op::Forward { part, .. } | Op::Backward { part, .. } => {
             LAUNCH + times.seen(&part.problem, &part.places, pinned)?
         }
-        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } => {
+        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } | Op::Place { .. } => {
             LAUNCH + bytes() / (SUM_SHARE * limits.hbm_bytes_per_s)
         }
         Op::Exchange { sends, recvs } => {
@@ -294,7 +294,9 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
         seconds: end,
         kernels,
         balance: if kernels > 0.0 { mean / kernels } else { 1.0 },
-        sums: total(|op| matches!(op, Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. })),
+        sums: total(|op| {
+            matches!(op, Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } | Op::Place { .. })
+        }),
         transfers: total(|op| matches!(op, Op::Exchange { .. })),
         exposed: end - kernels,
         one_gpu: times.seen(plan.problem(), &[], None)?,

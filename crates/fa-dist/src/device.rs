@@ -146,12 +146,14 @@ impl DeviceAttention {
             ..Given::default()
         };
         self.plan.check_extras(&given.extras.inputs, Pass::Forward)?;
+        self.check_extents(&given)?;
         launch(&mut self.rank, &self.forward, given, stream, marks)
     }
 
     /// Enqueues the backward on `stream`: gradients of the rank's queries, keys and values, and that of the
-    /// sinks over what this rank computes, to be added up over ranks as those of weights are. Every rank
-    /// calls it, in the same order.
+    /// sinks over what this rank computes, to be added up over ranks as those of weights are. Of a plan that
+    /// has them ([`ShardPlan::with_arrays`]) every rank gets the gradients of the program's arrays over all
+    /// ranks (`DeviceProgram::want_gradients`). Every rank calls it, in the same order.
     ///
     /// # Errors
     /// As [`DeviceAttention::forward`]; [`Error::Refused`] where no backward was prepared.
@@ -203,14 +205,42 @@ impl DeviceAttention {
             gradients: [Some(raw.dq), Some(raw.dk), Some(raw.dv)],
             dsinks: raw.extras.dsinks.unwrap_or(0),
             dlse: raw.extras.inputs.dlse.unwrap_or(0),
+            darrays: raw.extras.program.unwrap_or_default().gradients,
             extras: raw.extras,
         };
         self.plan.check_extras(&given.extras.inputs, Pass::BACKWARD)?;
+        self.check_extents(&given)?;
+        self.check_darrays(&given.darrays)?;
         if self.plan.problem().score.sinks && raw.extras.dsinks.is_none() {
             let (got, need) = ("not given".to_owned(), format!("{} elements", self.plan.problem().heads_q));
             return Err(Error::Tensor { tensor: "dsinks", got, need });
         }
         launch(&mut self.rank, prepared, given, stream, None)
+    }
+
+    /// Whether the arrays of a call are those of the plan.
+    fn check_extents(&self, given: &Given) -> Result<(), Error> {
+        let program = given.extras.program.unwrap_or_default();
+        self.plan.check_arrays(&program.arrays.map(|array| array.extents))
+    }
+
+    /// Whether there is room for the gradients of the plan's arrays, and of no others.
+    fn check_darrays(&self, darrays: &[u64]) -> Result<(), Error> {
+        for (array, address) in darrays.iter().enumerate() {
+            let is_wanted = self.plan.arrays().iter().any(|own| own.array == array);
+            if is_wanted == (*address != 0) {
+                continue;
+            }
+            let program = self.plan.problem().score.program;
+            let decls = program.as_deref().map_or(&[][..], |program| program.arrays());
+            let name = decls.get(array).map_or("", |decl| &decl.name);
+            if *address != 0 {
+                return Err(self.plan.without_extents(name));
+            }
+            let (got, need) = ("not given".to_owned(), format!("that of the array {name}"));
+            return Err(Error::Tensor { tensor: "the gradient of an array", got, need });
+        }
+        Ok(())
     }
 
     fn check(&self, tensors: &[(&'static str, Buffer, [usize; 4])]) -> Result<(), Error> {
@@ -247,18 +277,21 @@ impl DeviceAttention {
     }
 }
 
-/// Kernels add up the gradients of arrays where they are read at a call's own numbers, which those of a part
-/// are not.
+/// Kernels add up the gradients of arrays where these are read at a call's own numbers: of arrays that a part
+/// has its own elements of.
 fn check_arrays(plan: &ShardPlan) -> Result<(), Error> {
-    let program = plan.problem().score.program;
-    let Some(array) = program.and_then(|own| own.arrays().iter().find(|array| array.gradient).cloned())
-    else {
-        return Ok(());
-    };
+    let Some(program) = plan.problem().score.program else { return Ok(()) };
+    let decls = program.arrays();
+    if let (Some(array), []) = (decls.iter().find(|array| array.gradient), plan.arrays()) {
+        return Err(plan.without_extents(&array.name));
+    }
+    let refused =
+        plan.arrays().iter().find_map(|own| Some((own, own.axes.as_ref().err().filter(|_| own.is_read)?)));
+    let Some((own, why)) = refused else { return Ok(()) };
     Err(Error::Refused {
         scheme: plan.scheme().name(),
         world: plan.world(),
-        what: format!("the gradient of the array {} of a program on GPUs", array.name),
+        what: format!("the gradient of the array {}, which {why}, on GPUs", decls[own.array].name),
         instead: "declare it without grad, or use one GPU, fa_attn.distributed of Python, or HostAttention"
             .to_owned(),
     })
@@ -274,18 +307,26 @@ mod tests {
     use crate::shard::Layout;
 
     #[test]
-    fn gradients_of_arrays_are_refused_by_name() {
+    fn gradients_that_kernels_do_not_sum_are_refused_by_name() {
         let plain = Problem::square(1, 64, 2, 64, Mask::FULL, Dtype::Bf16);
-        for (text, is_refused) in [
-            ("array bias: f32[_, _] grad; score = s + bias[h, k];", true),
-            ("array bias: f32[_, _]; score = s + bias[h, k];", false),
+        let direct = "array bias: f32[_, _] grad; score = s + bias[h, k];";
+        let table = "array bias: f32[_, _] grad; score = s + bias[h, q - k + 63];";
+        let extents = [[2, 64, 1, 1]];
+        for (text, extents, part) in [
+            (direct, None, "whose extents it does not know: give them by ShardPlan::with_arrays"),
+            (direct, Some(extents), ""),
+            (direct, Some([[2, 63, 1, 1]]), "bias, which has other extents than 1, the heads and"),
+            (table, Some([[2, 127, 1, 1]]), "bias, which is read at other indices than b, h, hk, q and k"),
+            ("array bias: f32[_, _]; score = s + bias[h, k];", None, ""),
         ] {
             let program = Program::parse(text).unwrap().intern().unwrap();
             let problem = plain.with_score(plain.score.with_program(Some(program)));
-            let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag).unwrap();
-            let said = check_arrays(&plan).err().map(|error| error.to_string());
-            assert_eq!(said.is_some(), is_refused);
-            assert!(said.is_none_or(|said| said.contains("gradient of the array bias of a program on GPUs")));
+            for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
+                let plan = ShardPlan::new(&problem, 2, scheme, Layout::Zigzag).unwrap();
+                let plan = extents.map_or(Ok(plan.clone()), |extents| plan.with_arrays(&extents)).unwrap();
+                let said = check_arrays(&plan).err().map(|error| error.to_string()).unwrap_or_default();
+                assert!(said.contains(part) && said.is_empty() == part.is_empty(), "{said}");
+            }
         }
     }
 }

@@ -45,12 +45,14 @@ pub enum Error {
         need: String,
     },
     /// A rank has ended or does not answer any more.
-    #[error("rank {rank} is lost while {doing}: start all ranks again")]
+    #[error("rank {rank} is lost while {doing}{}: start all ranks again", said(.why.as_deref()))]
     PeerLost {
         /// The rank.
         rank: usize,
         /// What this rank was doing.
         doing: String,
+        /// What the rank itself has said of it, if it could.
+        why: Option<String>,
     },
     /// Another rank does something else.
     #[error("rank {rank} has {theirs}, this rank {ours}: all ranks need the same call in the same order")]
@@ -115,6 +117,40 @@ pub enum Error {
     #[error(transparent)]
     Kernels(#[from] fa_kernels::Error),
 }
+
+fn said(why: Option<&str>) -> String {
+    why.map_or_else(String::new, |why| format!(", which says: {why}"))
+}
+
+/// A rank that is lost, and what it has said of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Lost {
+    pub(crate) rank: usize,
+    pub(crate) why: Option<String>,
+}
+
+/// Characters of a reason that are passed on.
+const MOST_WORDS: usize = 1000;
+
+impl Lost {
+    /// Of a rank that says why.
+    pub(crate) fn of(rank: usize, why: &str) -> Lost {
+        Lost { rank, why: Some(why.chars().take(MOST_WORDS).collect()) }
+    }
+
+    /// Of a rank that has ended without a word.
+    pub(crate) fn silently(rank: usize) -> Lost {
+        Lost { rank, why: None }
+    }
+
+    /// The error of a rank that learns of it.
+    pub(crate) fn while_doing(self, doing: &str) -> Error {
+        Error::PeerLost { rank: self.rank, doing: doing.to_owned(), why: self.why }
+    }
+}
+
+/// What a rank says whose thread panics.
+pub(crate) const PANIC: &str = "its thread panicked";
 
 /// When a deadline that begins now is over; those beyond the clock are a year away.
 pub(crate) fn until(deadline: Duration) -> Instant {

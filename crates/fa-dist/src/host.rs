@@ -56,7 +56,7 @@ impl<X: HostTransport> HostAttention<X> {
             let need = format!("the {} ranks of the plan", plan.world());
             return Err(Error::Ranks { name: "world", value: transport.world(), need });
         }
-        transport.agree(&plan.descriptor())?;
+        transport.agree(&plan.descriptor()).inspect_err(|error| transport.fail(&error.to_string()))?;
         let rank = transport.rank();
         Ok(HostAttention { plan: plan.clone(), transport, rank, order: Order::Listed })
     }
@@ -146,7 +146,7 @@ impl<X: HostTransport> HostAttention<X> {
             (Buffer::Out, Slot::Write(out.reborrow())),
             (Buffer::Lse, Slot::WriteF32(lse)),
         ];
-        self.run((&program, false), slots, extras, None)
+        self.run((&program, false), slots, extras)
     }
 
     /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
@@ -166,9 +166,9 @@ impl<X: HostTransport> HostAttention<X> {
         self.backward_program(inputs, [dq, dk, dv], dsinks, None, extras)
     }
 
-    /// [`HostAttention::backward`] with the gradients of the arrays that the problem's program reads:
-    /// `darrays` takes a packed array for each, which is empty where the program wants none. As those of the
-    /// sinks they are over what this rank computes, and the whole is the sum over ranks.
+    /// [`HostAttention::backward`] with the gradients of the arrays that the problem's program reads, of a
+    /// plan that has them ([`ShardPlan::with_arrays`]): `darrays` takes a packed array for each, which is
+    /// empty where the program wants none. Every rank gets those of the whole.
     ///
     /// # Errors
     /// As [`HostAttention::backward`].
@@ -193,7 +193,11 @@ impl<X: HostTransport> HostAttention<X> {
         given: Arguments<'_>,
     ) -> Result<(), Error> {
         let program = self.plan.program(self.rank, Pass::BACKWARD)?;
-        let darrays = self.sums_of_arrays(darrays, given.program)?;
+        if darrays.is_some() {
+            self.wants_arrays()?;
+        }
+        let mut own = Vec::new();
+        let darrays = self.room_for_arrays(darrays.unwrap_or(&mut own));
         let (has_sinks, heads) = (self.plan.problem().score.sinks, self.plan.problem().heads_q);
         if let Some(got) = dsinks.as_ref().map(|dsinks| dsinks.len())
             && (!has_sinks || got != heads)
@@ -230,37 +234,38 @@ impl<X: HostTransport> HostAttention<X> {
         if let Some(dlse) = given.extras.dlse {
             self.check_lse("dlse", dlse.len())?;
         }
-        let slots = slots.into_iter().chain(dsinks).chain(dlse).collect();
-        self.run((&program, true), slots, given, darrays)
+        let darrays = darrays.into_iter().map(|(array, sums)| (Buffer::Darray(array), Slot::WriteF32(sums)));
+        let slots = slots.into_iter().chain(dsinks).chain(dlse).chain(darrays).collect();
+        self.run((&program, true), slots, given)
     }
 
-    /// Sums of 0 for the gradients of arrays.
-    fn sums_of_arrays<'d>(
-        &self,
-        darrays: Option<&'d mut Vec<Vec<f32>>>,
-        given: Option<&Inputs<'_>>,
-    ) -> Result<Option<&'d mut Vec<Vec<f32>>>, Error> {
-        let Some(darrays) = darrays else { return Ok(None) };
+    /// Room for the gradients of the arrays that the plan has.
+    fn room_for_arrays<'d>(&self, darrays: &'d mut Vec<Vec<f32>>) -> Vec<(usize, &'d mut [f32])> {
+        let program = self.plan.problem().score.program;
+        let decls = program.as_deref().map_or(&[][..], |program| program.arrays());
+        darrays.clear();
+        darrays.resize_with(decls.len(), Vec::new);
+        for own in self.plan.arrays() {
+            darrays[own.array] = vec![0.0; own.extents.iter().product()];
+        }
+        let rooms = darrays.iter_mut().enumerate().filter(|(_, sums)| !sums.is_empty());
+        rooms.map(|(array, sums)| (array, sums.as_mut_slice())).collect()
+    }
+
+    /// Whether the plan has the gradients of the program's arrays.
+    fn wants_arrays(&self) -> Result<(), Error> {
         let Some(whole) = self.plan.problem().score.program else {
             return Err(CpuError::Extra { name: "darrays", asked: false }.into());
         };
-        darrays.clear();
-        darrays.resize_with(whole.arrays().len(), Vec::new);
-        let arrays = whole.arrays().iter().zip(given.map_or(&[][..], Inputs::arrays));
-        for (sums, (array, view)) in darrays.iter_mut().zip(arrays) {
-            if array.gradient {
-                sums.resize(view.extents.iter().map(|&extent| extent.max(0) as usize).product(), 0.0);
-            }
+        match whole.arrays().iter().find(|array| array.gradient) {
+            Some(array) if self.plan.arrays().is_empty() => Err(self.plan.without_extents(&array.name)),
+            Some(_) | None => Ok(()),
         }
-        Ok(Some(darrays))
     }
 
     /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
     fn told(&mut self, done: Result<(), Error>) -> Result<(), Error> {
-        if done.is_err() {
-            self.transport.fail();
-        }
-        done
+        done.inspect_err(|error| self.transport.fail(&error.to_string()))
     }
 
     fn run<'a, T: Wire>(
@@ -268,13 +273,14 @@ impl<X: HostTransport> HostAttention<X> {
         (program, is_backward): (&Program, bool),
         slots: Vec<(Buffer, Slot<'a, T>)>,
         given: Arguments<'a>,
-        darrays: Option<&'a mut Vec<Vec<f32>>>,
     ) -> Result<(), Error> {
         self.plan.check_extras(&given.extras, if is_backward { Pass::BACKWARD } else { Pass::Forward })?;
+        let arrays = given.program.map_or(&[][..], Inputs::arrays);
+        self.plan.check_arrays(&arrays.iter().map(|view| view.extents).collect::<Vec<_>>())?;
         let memory = HostMemory::new(program, slots);
         let program_of_all = self.plan.problem().score.program;
         let transport = &mut self.transport;
-        let mut engine = HostEngine { memory, given, program: program_of_all, transport, darrays };
+        let mut engine = HostEngine { memory, given, program: program_of_all, transport };
         run(program, self.order, &mut engine)
     }
 

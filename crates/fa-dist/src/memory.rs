@@ -4,7 +4,7 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, until};
+use crate::error::{Error, Lost, PANIC, until};
 use crate::transport::HostTransport;
 
 /// What goes wrong.
@@ -57,7 +57,7 @@ enum Envelope {
     },
     Text(String),
     /// The sender has learnt that a rank is lost.
-    Lost(usize),
+    Lost(Lost),
 }
 
 /// One rank of several threads.
@@ -140,30 +140,30 @@ impl MemoryTransport {
     fn ended(&self, peer: usize, doing: &str) -> Error {
         let told = |from: &Receiver<Envelope>| {
             std::iter::from_fn(|| from.try_recv().ok()).find_map(|envelope| match envelope {
-                Envelope::Lost(rank) => Some(rank),
+                Envelope::Lost(lost) => Some(lost),
                 Envelope::Bytes { .. } | Envelope::Text(_) => None,
             })
         };
         let first = self.from.iter().flatten().find_map(told);
-        self.lost(first.unwrap_or(peer), doing)
+        self.lost(first.unwrap_or(Lost::silently(peer)), doing)
     }
 
     /// Tells the others, so that each names the rank that was lost first.
-    fn lost(&self, rank: usize, doing: &str) -> Error {
+    fn lost(&self, lost: Lost, doing: &str) -> Error {
         for to in self.to.iter().flatten() {
             // Whoever has ended needs no word.
-            to.send(Envelope::Lost(rank)).ok();
+            to.send(Envelope::Lost(lost.clone())).ok();
         }
-        Error::PeerLost { rank, doing: doing.to_owned() }
+        lost.while_doing(doing)
     }
 
     fn take(&mut self, peer: usize, end: Instant) -> Result<Envelope, Error> {
         let doing = format!("receiving from rank {peer}");
         let Some(from) = self.from.get(peer).and_then(Option::as_ref) else {
-            return Err(self.lost(peer, &doing));
+            return Err(self.lost(Lost::silently(peer), &doing));
         };
         match from.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            Ok(Envelope::Lost(rank)) => Err(self.lost(rank, &doing)),
+            Ok(Envelope::Lost(lost)) => Err(self.lost(lost, &doing)),
             Ok(envelope) => Ok(envelope),
             Err(RecvTimeoutError::Timeout) => Err(Error::Deadline { after: self.deadline, doing }),
             Err(RecvTimeoutError::Disconnected) => Err(self.ended(peer, &doing)),
@@ -194,7 +194,9 @@ impl HostTransport for MemoryTransport {
     ) -> Result<Vec<Vec<u8>>, Error> {
         let fault = self.fault();
         match fault {
-            Some(FaultKind::Die) => return Err(self.lost(self.rank, "ending as the test asks")),
+            Some(FaultKind::Die) => {
+                return Err(self.lost(Lost::silently(self.rank), "ending as the test asks"));
+            }
             Some(FaultKind::Stall(time)) => std::thread::sleep(time),
             Some(FaultKind::Drop | FaultKind::Swap | FaultKind::Truncate) | None => {}
         }
@@ -236,7 +238,7 @@ impl HostTransport for MemoryTransport {
                     return Err(Error::Mismatch { rank: peer, theirs, ours });
                 }
                 Envelope::Text(theirs) => return Err(Error::Mismatch { rank: peer, theirs, ours }),
-                Envelope::Lost(rank) => return Err(self.lost(rank, "receiving")),
+                Envelope::Lost(lost) => return Err(self.lost(lost, "receiving")),
             }
         }
         Ok(arrived)
@@ -261,12 +263,21 @@ impl HostTransport for MemoryTransport {
                     let theirs = format!("a message of {} bytes", bytes.len());
                     return Err(Error::Mismatch { rank: peer, theirs, ours: text.to_owned() });
                 }
-                Envelope::Lost(rank) => return Err(self.lost(rank, "comparing plans")),
+                Envelope::Lost(lost) => return Err(self.lost(lost, "comparing plans")),
             }
         }
         Ok(())
     }
-    fn fail(&mut self) {
-        self.lost(self.rank, "failing");
+
+    fn fail(&mut self, why: &str) {
+        self.lost(Lost::of(self.rank, why), "failing");
+    }
+}
+
+impl Drop for MemoryTransport {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fail(PANIC);
+        }
     }
 }

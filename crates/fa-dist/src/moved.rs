@@ -3,9 +3,11 @@
 
 use fa_core::ScoreMod;
 use fa_core::program::{
-    ArrayData, ArrayView, InputError, Inputs, Interned, Program, ProgramError, Value, Var,
+    ArrayData, ArrayView, Axis, InputError, Inputs, Interned, Node, Program, ProgramError, Value, Var,
 };
 use fa_kernels::launch::{RawArray, RawProgram};
+
+use crate::program::{AXES, Window};
 
 /// A scalar of a part's program, and its value: what a variable is in the whole, or begins at.
 pub(crate) type Place = (&'static str, i32);
@@ -62,7 +64,7 @@ fn slopes(score: &ScoreMod) -> Result<Program, ProgramError> {
 }
 
 /// The program of parts: ALiBi, where `sloped` is the score that has it so, then `program`, with `vars` as
-/// they are in the whole.
+/// they are in the whole, but where they index an array of `own`: of these a part has its own elements.
 ///
 /// # Errors
 /// A program that leaves no room for the scalars, or a process with too many: what is said of it.
@@ -70,6 +72,7 @@ pub(crate) fn moved(
     sloped: Option<&ScoreMod>,
     program: Option<&Program>,
     (vars, is_packed): (&[Var], bool),
+    own: &[&str],
 ) -> Result<Interned, String> {
     let slopes = sloped.map(slopes).transpose().map_err(|error| error.to_string())?;
     let joined = match (slopes, program) {
@@ -78,14 +81,19 @@ pub(crate) fn moved(
         (None, Some(program)) => program.clone(),
         (None, None) => return Err("there is none".to_owned()),
     };
-    as_in_the_whole(&joined, vars, is_packed)
+    as_in_the_whole(&joined, vars, is_packed, own)
 }
 
-fn as_in_the_whole(program: &Program, vars: &[Var], is_packed: bool) -> Result<Interned, String> {
+fn as_in_the_whole(
+    program: &Program,
+    vars: &[Var],
+    is_packed: bool,
+    own: &[&str],
+) -> Result<Interned, String> {
     let (mut declared, mut text, mut word) = (String::new(), String::new(), String::new());
     let mut used = Vec::new();
-    let mut end = |word: &mut String, text: &mut String| {
-        let found = vars.iter().find(|var| var.name() == word);
+    let mut end = |word: &mut String, text: &mut String, is_own: bool| {
+        let found = vars.iter().find(|var| var.name() == word && !is_own);
         match found.and_then(|var| in_the_whole(*var, is_packed)) {
             Some((own, scalars)) => {
                 for name in scalars.into_iter().filter(|name| !used.contains(name)).collect::<Vec<_>>() {
@@ -98,15 +106,19 @@ fn as_in_the_whole(program: &Program, vars: &[Var], is_packed: bool) -> Result<I
         }
         word.clear();
     };
+    // Whether these are indices of an array of the part's own, which are variables alone.
+    let mut is_own = false;
     for character in program.text().chars() {
         if character.is_ascii_alphanumeric() || character == '_' {
             word.push(character);
-        } else {
-            end(&mut word, &mut text);
-            text.push(character);
+            continue;
         }
+        let begins = character == '[' && own.contains(&word.as_str());
+        end(&mut word, &mut text, is_own);
+        is_own = begins || (is_own && character != ']');
+        text.push(character);
     }
-    end(&mut word, &mut text);
+    end(&mut word, &mut text, is_own);
     let moved = Program::parse(&(declared + &text)).map_err(|error| error.to_string())?;
     moved.intern().map_err(|error| error.to_string())
 }
@@ -141,13 +153,70 @@ fn arrays<T: Clone>((whole, moved): (Option<&Program>, &Program), given: &[T], s
     moved.arrays().iter().filter_map(|array| own(&array.name)).collect()
 }
 
+/// The array of a number in the whole's program that a part has a box of.
+fn window(windows: &[(usize, Window)], array: usize) -> Option<&Window> {
+    windows.iter().find(|(own, _)| *own == array).map(|(_, window)| window)
+}
+
+/// The place in the part's program of an array of the whole's.
+pub(crate) fn place((whole, part): (&Program, &Program), array: usize) -> Option<usize> {
+    let name = &whole.arrays().get(array)?.name;
+    part.arrays().iter().position(|own| own.name == *name)
+}
+
+/// Elements before a box, and the indices that it has.
+fn cut(window: &Window, strides: [i64; AXES]) -> (i64, [i32; AXES]) {
+    let starts = window.ranges.iter().map(|range| range.start as i64);
+    let offset = starts.zip(strides).map(|(start, stride)| start * stride).sum();
+    (offset, window.ranges.each_ref().map(|range| range.len() as i32))
+}
+
+fn cut_data<'a>(data: &ArrayData<'a>, offset: i64) -> ArrayData<'a> {
+    fn behind<T>(data: &[T], offset: i64) -> &[T] {
+        data.get(offset as usize..).unwrap_or_default()
+    }
+    match *data {
+        ArrayData::F32(data) => ArrayData::F32(behind(data, offset)),
+        ArrayData::F16(data) => ArrayData::F16(behind(data, offset)),
+        ArrayData::Bf16(data) => ArrayData::Bf16(behind(data, offset)),
+        ArrayData::I32(data) => ArrayData::I32(behind(data, offset)),
+        ArrayData::U8(data) => ArrayData::U8(behind(data, offset)),
+        ArrayData::Bool(data) => ArrayData::Bool(behind(data, offset)),
+        ArrayData::Bits(data) => ArrayData::Bits(behind(data, offset)),
+    }
+}
+
+/// Arrays of the whole's program of whose gradients a part has its own elements alone: each is read once, at
+/// variables, of which the part's are a range. `lens`: of each variable how many values it has in the whole.
+/// Says of the others why not.
+pub(crate) fn axes(
+    program: &Program,
+    array: usize,
+    extents: [usize; AXES],
+    lens: impl Fn(Axis) -> Option<usize>,
+) -> Result<Vec<Axis>, &'static str> {
+    let loads =
+        program.own().filter(|(_, node)| matches!(node, Node::Load(own, _) if usize::from(*own) == array));
+    let loads: Vec<_> = loads.map(|(id, _)| id).collect();
+    let [load] = loads[..] else { return Err("is read at several places") };
+    if !program.is_direct(array) {
+        return Err("is read at other indices than b, h, hk, q and k");
+    }
+    let axes = program.axes(load);
+    let fits = |(axis, extent): (&Axis, &usize)| *extent == 1 || lens(*axis) == Some(*extent);
+    if !axes.iter().zip(&extents).all(fits) {
+        return Err("has other extents than 1, the heads and the lengths");
+    }
+    Ok(axes)
+}
+
 /// What a part's program is given on the CPU: of the whole problem's what is given, and ALiBi's slopes.
 ///
 /// # Errors
 /// What does not fit the whole problem's program.
 pub(crate) fn host<'a>(
     programs: (Option<&Program>, &Program),
-    places: &[Place],
+    (places, windows): (&[Place], &[(usize, Window)]),
     given: Option<&Inputs<'a>>,
     slopes: Option<&'a [f32]>,
 ) -> Result<Inputs<'a>, InputError> {
@@ -167,17 +236,31 @@ pub(crate) fn host<'a>(
         extents: [slopes.len() as i32, 1, 1, 1],
     });
     let scalars = scalars(programs, places, own_scalars, Value::I32);
-    Inputs::new(programs.1, arrays(programs, own_arrays, slopes), scalars)
+    let own = own_arrays.iter().enumerate().map(|(array, view)| {
+        let Some(window) = window(windows, array) else { return *view };
+        let (offset, extents) = cut(window, view.strides);
+        ArrayView { data: cut_data(&view.data, offset), extents, ..*view }
+    });
+    let own_arrays: Vec<ArrayView<'a>> = own.collect();
+    Inputs::new(programs.1, arrays(programs, &own_arrays, slopes), scalars)
 }
 
 /// The same on a GPU, by addresses; `slopes`: that of the slopes, and how many they are.
 pub(crate) fn device(
     programs: (Option<&Program>, &Program),
-    places: &[Place],
+    (places, windows): (&[Place], &[(usize, Window)]),
     given: Option<RawProgram>,
     slopes: Option<(u64, usize)>,
 ) -> RawProgram {
-    let given = given.unwrap_or_default();
+    let mut given = given.unwrap_or_default();
+    let decls = programs.0.map_or(&[][..], Program::arrays);
+    for (array, (to, decl)) in given.arrays.iter_mut().zip(decls).enumerate() {
+        if let Some(window) = window(windows, array) {
+            let (offset, extents) = cut(window, to.strides);
+            to.address = to.address.wrapping_add_signed(offset * decl.element.bytes() as i64);
+            to.extents = extents;
+        }
+    }
     let slopes = slopes.map(|(address, heads)| RawArray {
         address,
         strides: [1, 0, 0, 0],
@@ -200,7 +283,8 @@ mod tests {
         let text = "array hq: f32[_, _];\nscalar k_q: i32;\nmask = q - k < k_q;\n\
                     score = s + hq[h, sq - q] * 1e-3;";
         let program = Program::parse(text).unwrap();
-        let found = moved(None, Some(&program), (&[Var::Q, Var::K, Var::Sq, Var::H], false)).unwrap();
+        let vars = [Var::Q, Var::K, Var::Sq, Var::H];
+        let found = moved(None, Some(&program), (&vars, false), &[]).unwrap();
         assert_eq!(found.arrays(), program.arrays());
         let names: Vec<&str> = found.scalars().iter().map(|scalar| scalar.name.as_str()).collect();
         assert_eq!(names.len(), 5, "{names:?}");
@@ -215,5 +299,33 @@ mod tests {
         for pair in [("fa_part_q", 5), ("fa_part_k", 7), ("fa_part_sq", 40), ("fa_part_h", 2), ("k_q", 9)] {
             assert!(named.contains(&pair), "{named:?} has no {pair:?}");
         }
+    }
+
+    #[test]
+    fn arrays_of_a_part_are_read_at_its_own_numbers() {
+        let text = "array bias: f32[_, _, _] grad;\narray table: f32[_];\n\
+                    score = s + bias[h, q, k] * table[q - k + q];";
+        let program = Program::parse(text).unwrap();
+        let vars = [Var::Q, Var::K, Var::H];
+        let found = moved(None, Some(&program), (&vars, false), &["bias"]).unwrap();
+        assert!(found.text().contains("bias[h, q, k]"), "{}", found.text());
+        assert!(found.text().contains("q + fa_part_q") && !found.text().contains("fa_part_h"));
+        let lens = |axis| match axis {
+            Axis::Head => Some(4),
+            Axis::Query | Axis::Key => Some(9),
+            Axis::Batch | Axis::HeadKv | Axis::Tile | Axis::Diagonal | Axis::Other => None,
+        };
+        let of = |extents| axes(&program, 0, extents, lens);
+        assert_eq!(of([4, 9, 9, 1]), Ok(vec![Axis::Head, Axis::Query, Axis::Key]));
+        assert_eq!(of([4, 1, 9, 1]), of([4, 9, 9, 1]));
+        assert!(of([4, 8, 9, 1]).is_err() && axes(&program, 1, [17, 1, 1, 1], lens).is_err());
+        let view = ArrayView {
+            data: ArrayData::F32(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
+            strides: [3, 1, 0, 0],
+            extents: [2, 3, 1, 1],
+        };
+        let window = Window { extents: [2, 3, 1, 1], ranges: [1..2, 1..3, 0..1, 0..1] };
+        assert_eq!(cut(&window, view.strides), (4, [1, 2, 1, 1]));
+        assert!(matches!(cut_data(&view.data, 4), ArrayData::F32([4.0, 5.0])));
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use libloading::Library;
 
-use crate::error::Error;
+use crate::error::{Error, Lost};
 
 /// The environment variable that names NCCL's library, or its folder.
 pub const NCCL_VARIABLE: &str = "FA_NCCL";
@@ -263,7 +263,7 @@ impl Communicator {
         (rank, world): (usize, usize),
         ctas: Option<u32>,
         deadline: Duration,
-        lost: &dyn Fn() -> Option<usize>,
+        lost: &dyn Fn() -> Option<Lost>,
     ) -> Result<Communicator, Error> {
         let ctas = ctas.map_or(UNDEFINED, |ctas| ctas as c_int);
         let mut config = Config {
@@ -287,7 +287,7 @@ impl Communicator {
     }
 
     /// Waits until the last call is done on the host.
-    fn settle(&mut self, doing: &'static str, lost: &dyn Fn() -> Option<usize>) -> Result<(), Error> {
+    fn settle(&mut self, doing: &'static str, lost: &dyn Fn() -> Option<Lost>) -> Result<(), Error> {
         let begun = Instant::now();
         loop {
             if self.is_settled(doing)? {
@@ -301,7 +301,8 @@ impl Communicator {
     /// Whether the last call is done on the host.
     pub(crate) fn is_settled(&mut self, doing: &'static str) -> Result<bool, Error> {
         if self.handle.is_null() {
-            return Err(Error::PeerLost { rank: usize::MAX, doing: format!("{doing}, after an abort") });
+            let doing = format!("{doing}, after an abort");
+            return Err(Error::PeerLost { rank: usize::MAX, doing, why: None });
         }
         let mut status = SUCCESS;
         // SAFETY: the communicator is alive, the argument points at a local.
@@ -319,11 +320,11 @@ impl Communicator {
         &mut self,
         doing: &'static str,
         begun: Instant,
-        lost: &dyn Fn() -> Option<usize>,
+        lost: &dyn Fn() -> Option<Lost>,
     ) -> Result<(), Error> {
-        if let Some(rank) = lost() {
+        if let Some(lost) = lost() {
             self.abort();
-            return Err(Error::PeerLost { rank, doing: doing.to_owned() });
+            return Err(lost.while_doing(doing));
         }
         if begun.elapsed() > self.deadline {
             self.abort();
@@ -342,7 +343,7 @@ impl Communicator {
         sends: &[DevicePiece],
         recvs: &[DevicePiece],
         stream: Stream,
-        lost: &dyn Fn() -> Option<usize>,
+        lost: &dyn Fn() -> Option<Lost>,
     ) -> Result<(), Error> {
         const DOING: &str = "exchanging";
         // Whatever happened before shows here, and not as a hang.

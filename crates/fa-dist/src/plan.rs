@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use fa_core::lengths::SideRows;
-use fa_core::program::{Interned, Var};
+use fa_core::program::{Axis, Interned, Var};
 use fa_core::{Alibi, Extra, Extras, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, block, packed_block};
 use crate::error::Error;
-use crate::moved::{LAST, Place, moved, scalar};
-use crate::program::{Buffer, Cell, Part, Shape};
+use crate::moved::{LAST, Place, axes, moved, scalar};
+use crate::program::{AXES, Buffer, Cell, Part, Shape, Window};
 use crate::shard::{Layout, Shards, overlap};
 use crate::visible::Seen;
 
@@ -86,6 +86,21 @@ pub struct ShardPlan {
     seen: Vec<(Range<usize>, Option<Range<usize>>)>,
     /// Whether backwards take the gradient of the LSE.
     has_dlse: bool,
+    /// The arrays of the program whose gradients backwards compute.
+    arrays: Vec<ArrayGradient>,
+}
+
+/// An array of the problem's program whose gradient is computed.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ArrayGradient {
+    /// Its number in the program.
+    pub(crate) array: usize,
+    /// Indices of its axes.
+    pub(crate) extents: [usize; AXES],
+    /// Whether scores read it.
+    pub(crate) is_read: bool,
+    /// What its indices are where a part has its own elements alone; else why each part has all.
+    pub(crate) axes: Result<Vec<Axis>, &'static str>,
 }
 
 impl ShardPlan {
@@ -114,17 +129,27 @@ impl ShardPlan {
             program: None,
             seen: Vec::new(),
             has_dlse: false,
+            arrays: Vec::new(),
         };
         plan.deal(layout);
         plan.check()?;
-        if plan.has_own_slopes() || problem.score.program.is_some() {
-            let slopes = plan.has_own_slopes().then_some(&problem.score);
-            let vars = (plan.variables(), plan.starts.is_some());
-            let found = moved(slopes, problem.score.program.as_deref(), vars);
-            plan.program =
-                Some(found.map_err(|why| plan.refused(format!("its program: {why}"), "use one GPU"))?);
+        plan.with_program_of_parts()
+    }
+
+    /// The same plan with the program of its parts.
+    fn with_program_of_parts(self) -> Result<ShardPlan, Error> {
+        let score = &self.problem.score;
+        if !self.has_own_slopes() && score.program.is_none() {
+            return Ok(self);
         }
-        Ok(plan)
+        let slopes = self.has_own_slopes().then_some(score);
+        let vars = (self.variables(), self.starts.is_some());
+        let decls = score.program.as_deref().map_or(&[][..], |program| program.arrays());
+        let own = self.arrays.iter().filter(|own| own.axes.is_ok());
+        let own: Vec<&str> = own.map(|own| decls[own.array].name.as_str()).collect();
+        let found = moved(slopes, score.program.as_deref(), vars, &own);
+        let found = found.map_err(|why| self.refused(format!("its program: {why}"), "use one GPU"))?;
+        Ok(ShardPlan { program: Some(found), ..self })
     }
 
     /// The same plan with the heads in `stages` parts, the transfer of one under the products of another.
@@ -148,6 +173,48 @@ impl ShardPlan {
     /// The same plan whose backwards take the gradient of the LSE (`dlse`) of the rank's rows, too.
     pub fn with_dlse(self, has_dlse: bool) -> ShardPlan {
         ShardPlan { has_dlse, ..self }
+    }
+
+    /// The same plan whose backwards have the gradients of those arrays of the program that are declared
+    /// with `grad`, summed over ranks in their order: every rank gets those of the whole. `extents`: the
+    /// indices of each axis of every array, in the order of declarations, as all calls give them; 1 beyond
+    /// the rank.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for extents that are not those of the program's arrays.
+    pub fn with_arrays(self, extents: &[[i32; AXES]]) -> Result<ShardPlan, Error> {
+        let program = self.problem.score.program;
+        let decls = program.as_deref().map_or(&[][..], |program| program.arrays());
+        let is_positive = extents.iter().flatten().all(|extent| *extent > 0);
+        if extents.len() != decls.len() || !is_positive {
+            let need = format!("positive extents of the {} arrays of the program", decls.len());
+            return Err(Error::Tensor { tensor: "arrays", got: format!("{extents:?}"), need });
+        }
+        let Some(program) = program else { return Ok(self) };
+        let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
+        let lens = |axis: Axis| match axis {
+            Axis::Batch => Some(lengths.sequences()),
+            Axis::Head => Some(heads_q),
+            Axis::HeadKv => Some(heads_kv),
+            Axis::Query => Some(lengths.max_q()),
+            Axis::Key => Some(lengths.max_k()),
+            Axis::Tile | Axis::Diagonal | Axis::Other => None,
+        };
+        let of = |(array, extents): (usize, &[i32; AXES])| {
+            let extents = extents.map(|extent| extent as usize);
+            ArrayGradient {
+                array,
+                extents,
+                is_read: program.gradients().iter().any(|gradient| gradient.array == array),
+                axes: match lengths.is_uniform() {
+                    true => axes(&program, array, extents, lens),
+                    false => Err("is read by packed sequences"),
+                },
+            }
+        };
+        let wanted = decls.iter().zip(extents.iter().enumerate()).filter(|(decl, _)| decl.gradient);
+        let arrays = wanted.map(|(_, own)| of(own)).collect();
+        ShardPlan { arrays, ..self }.with_program_of_parts()
     }
 
     /// The same plan with shards that begin at multiples of `rows`, and keys of a window at multiples of
@@ -370,7 +437,7 @@ impl ShardPlan {
         let problem = &self.problem;
         format!(
             "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} {:?} heads {}:{} dim {}-{} {} {} {} {:?} \
-             {:?} {:?} dlse {}",
+             {:?} {:?} dlse {} arrays {:?}",
             env!("CARGO_PKG_VERSION"),
             self.scheme.name(),
             self.queries.layout().name(),
@@ -390,6 +457,7 @@ impl ShardPlan {
             problem.softmax_scale,
             problem.score,
             self.has_dlse,
+            self.arrays.iter().map(|own| (own.array, own.extents)).collect::<Vec<_>>(),
         )
     }
 
@@ -418,6 +486,11 @@ impl ShardPlan {
             Buffer::Dsinks => {
                 Shape { batch: 1, cell: Cell::F32, order: TensorLayout::Bhsd, ..own(1, heads_q, 1) }
             }
+            Buffer::Darray(array) => {
+                let found = self.arrays.iter().find(|own| own.array == array);
+                let rows = found.map_or(0, |own| own.extents.iter().product());
+                Shape { batch: 1, cell: Cell::F32, order: TensorLayout::Bhsd, ..own(rows, 1, 1) }
+            }
             Buffer::Scratch(_) => own(0, 0, 0),
         }
     }
@@ -430,13 +503,67 @@ impl ShardPlan {
         let sinks = sinks.iter().filter(|_| self.problem.score.sinks);
         let dlse = [Buffer::Dlse];
         let dlse = dlse.iter().filter(|_| self.has_dlse);
-        let gradients = gradients.iter().chain(sinks).chain(dlse).filter(|_| backward);
+        let arrays: Vec<Buffer> = self.arrays.iter().map(|own| Buffer::Darray(own.array)).collect();
+        let gradients = gradients.iter().chain(sinks).chain(dlse).chain(&arrays).filter(|_| backward);
         forward.iter().chain(gradients).map(|&buffer| (buffer, self.shape(rank, buffer))).collect()
     }
 
     /// Whether backwards take the gradient of the LSE.
     pub(crate) fn has_dlse(&self) -> bool {
         self.has_dlse
+    }
+
+    /// The arrays of the program whose gradients backwards compute.
+    pub(crate) fn arrays(&self) -> &[ArrayGradient] {
+        &self.arrays
+    }
+
+    /// The refusal of the gradient of an array whose extents the plan does not know.
+    pub(crate) fn without_extents(&self, array: &str) -> Error {
+        let what = format!("the gradient of the array {array} of a program whose extents it does not know");
+        self.refused(what, "give them by ShardPlan::with_arrays, or declare the array without grad")
+    }
+
+    /// Whether a call's arrays are those that the plan knows: their extents, in the order of declarations.
+    pub(crate) fn check_arrays(&self, given: &[[i32; AXES]]) -> Result<(), Error> {
+        let decls = self.problem.score.program;
+        let decls = decls.as_deref().map_or(&[][..], |program| program.arrays());
+        for own in &self.arrays {
+            let found = given.get(own.array).map(|extents| extents.map(|extent| extent.max(0) as usize));
+            if found != Some(own.extents) {
+                let name = &decls[own.array].name;
+                let got = found.map_or("not given".to_owned(), |extents| format!("{extents:?} of {name}"));
+                let need = format!("{:?}", own.extents);
+                return Err(Error::Tensor { tensor: "an array of the program", got, need });
+            }
+        }
+        Ok(())
+    }
+
+    /// What of an array a part has that begins at this row and key.
+    fn window(
+        &self,
+        own: &ArrayGradient,
+        (lengths, (row, key)): (Lengths, (usize, usize)),
+        heads: &Range<usize>,
+        kv_heads: usize,
+    ) -> Window {
+        let mut window = Window::whole(own.extents);
+        for (axis, range) in own.axes.iter().flatten().zip(&mut window.ranges) {
+            let kv = heads.start / self.problem.group_size().max(1);
+            let of_part = match axis {
+                Axis::Head => heads.clone(),
+                Axis::HeadKv => kv..kv + kv_heads,
+                Axis::Query => row..row + lengths.max_q(),
+                Axis::Key => key..key + lengths.max_k(),
+                Axis::Batch | Axis::Tile | Axis::Diagonal | Axis::Other => continue,
+            };
+            // All share an axis of one element.
+            if range.len() > 1 {
+                *range = of_part;
+            }
+        }
+        window
     }
 
     /// Lengths of the whole sequence: queries and keys.
@@ -543,7 +670,10 @@ impl ShardPlan {
             None => Vec::new(),
             Some(_) => self.places((row, key), starts.as_ref(), heads),
         };
-        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places }
+        let cut = self.arrays.iter().filter(|own| own.axes.is_ok());
+        let arrays = cut.map(|own| (own.array, self.window(own, (lengths, (row, key)), heads, kv_heads)));
+        let arrays = arrays.collect();
+        Part { problem: problem.with_score(score), heads: heads.clone(), starts, places, arrays }
     }
 
     /// What the program of a part is told that begins at this row and key, of packed sequences that begin at

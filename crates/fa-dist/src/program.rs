@@ -33,6 +33,8 @@ pub enum Buffer {
     Dv,
     /// Gradient of the sinks, over the rows and heads that the rank computes: its head is a query head.
     Dsinks,
+    /// Gradient of an array of the problem's program, by its number there: of the whole, packed.
+    Darray(usize),
     /// Memory of the program, by its number in [`Program::scratch`].
     Scratch(usize),
 }
@@ -115,6 +117,74 @@ pub struct Part {
     pub starts: Option<[Vec<i32>; 2]>,
     /// Scalars of its program by name: what variables are in the whole, or begin at.
     pub places: Vec<(&'static str, i32)>,
+    /// Arrays of its program of which it has its own elements alone, by their numbers in the whole's program.
+    pub arrays: Vec<(usize, Window)>,
+}
+
+/// Axes of an array; those beyond its rank have one index.
+pub const AXES: usize = 4;
+
+/// A box of an array.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Indices of the array's axes.
+    pub extents: [usize; AXES],
+    /// Those of the box.
+    pub ranges: [Range<usize>; AXES],
+}
+
+impl Window {
+    /// All of an array.
+    pub fn whole(extents: [usize; AXES]) -> Window {
+        Window { extents, ranges: extents.map(|extent| 0..extent) }
+    }
+
+    /// Elements.
+    pub fn elements(&self) -> usize {
+        self.ranges.iter().map(Range::len).product()
+    }
+
+    /// Whether both have an element in common.
+    pub(crate) fn meets(&self, other: &Window) -> bool {
+        let mut pairs = self.ranges.iter().zip(&other.ranges);
+        pairs.all(|(a, b)| a.start.max(b.start) < a.end.min(b.end))
+    }
+
+    /// The same box of an array with as few axes as say where it is: axes that are whole are one with those
+    /// before them, so that a row of the last axis is as long a stretch without gaps as there is.
+    pub(crate) fn merged(&self) -> Window {
+        let mut axes: Vec<(usize, Range<usize>)> =
+            self.extents.iter().copied().zip(self.ranges.iter().cloned()).collect();
+        for axis in (1..AXES).rev() {
+            let (extent, range) = axes[axis].clone();
+            if range != (0..extent) {
+                continue;
+            }
+            let (before, of) = axes[axis - 1].clone();
+            axes[axis - 1] = (before * extent, of.start * extent..of.end * extent);
+            axes.remove(axis);
+        }
+        while axes.len() < AXES {
+            axes.insert(0, (1, 0..1));
+        }
+        let extents = std::array::from_fn(|axis| axes[axis].0);
+        Window { extents, ranges: std::array::from_fn(|axis| axes[axis].1.clone()) }
+    }
+
+    /// The stretches without gaps: elements before each in the box, packed, and in the array, and its own.
+    pub(crate) fn stretches(&self) -> Vec<(usize, usize, usize)> {
+        let Window { extents: [_, b, c, d], ranges: [first, second, third, last] } = self.merged();
+        let (mut packed, len, mut all) = (0, last.len(), Vec::new());
+        for i in first {
+            for j in second.clone() {
+                for k in third.clone() {
+                    all.push((packed, ((i * b + j) * c + k) * d + last.start, len));
+                    packed += len;
+                }
+            }
+        }
+        all
+    }
 }
 
 /// One thing that a rank does.
@@ -162,6 +232,9 @@ pub enum Op {
         dsinks: Option<Box<View>>,
         /// The gradient of the LSE, packed, where it has one.
         dlse: Option<Box<View>>,
+        /// The gradients of arrays that its scores read, by their numbers in the whole's program: each of
+        /// what the part has of the array, packed.
+        darrays: Vec<(usize, View)>,
     },
     /// Combines O and LSE over different keys.
     Merge {
@@ -173,6 +246,15 @@ pub enum Op {
         lse: View,
         /// Whether the sinks join the result.
         sinks: bool,
+    },
+    /// Copies a box of an array, packed in f32, to its place in the array.
+    Place {
+        /// The box.
+        from: View,
+        /// The array.
+        to: View,
+        /// Where the box is.
+        window: Window,
     },
     /// Sends and receives, all at once; also to the rank itself. Between two ranks messages arrive in the
     /// order of sending.
@@ -193,6 +275,7 @@ impl Op {
             Op::Forward { .. } => "forward",
             Op::Backward { .. } => "backward",
             Op::Merge { .. } => "merge",
+            Op::Place { .. } => "place",
             Op::Exchange { .. } => "exchange",
         }
     }
@@ -205,6 +288,7 @@ impl Op {
             Op::Forward { q, k, v, .. } => vec![q, k, v],
             Op::Backward { inputs, dlse, .. } => inputs.iter().chain(dlse.as_deref()).collect(),
             Op::Merge { parts, .. } => parts.iter().flatten().collect(),
+            Op::Place { from, .. } => vec![from],
             Op::Exchange { sends, .. } => sends.iter().map(|(_, view)| view).collect(),
         }
     }
@@ -212,9 +296,12 @@ impl Op {
     /// What it writes.
     pub fn writes(&self) -> Vec<&View> {
         match self {
-            Op::Sum { to, .. } | Op::Nothing { to } => vec![to],
+            Op::Sum { to, .. } | Op::Nothing { to } | Op::Place { to, .. } => vec![to],
             Op::Forward { out, lse, .. } | Op::Merge { out, lse, .. } => vec![out, lse],
-            Op::Backward { outputs, dsinks, .. } => outputs.iter().chain(dsinks.as_deref()).collect(),
+            Op::Backward { outputs, dsinks, darrays, .. } => {
+                let darrays = darrays.iter().map(|(_, view)| view);
+                outputs.iter().chain(dsinks.as_deref()).chain(darrays).collect()
+            }
             Op::Exchange { recvs, .. } => recvs.iter().map(|(_, view)| view).collect(),
         }
     }
@@ -290,7 +377,8 @@ impl Program {
             | Buffer::Dq
             | Buffer::Dk
             | Buffer::Dv
-            | Buffer::Dsinks => {
+            | Buffer::Dsinks
+            | Buffer::Darray(_) => {
                 let own = self.tensors.iter().find(|(own, _)| *own == buffer);
                 own.unwrap_or_else(|| panic!("the pass has no {buffer:?}")).1
             }
@@ -343,7 +431,8 @@ impl Program {
             | Op::Nothing { .. }
             | Op::Forward { .. }
             | Op::Backward { .. }
-            | Op::Merge { .. } => 0,
+            | Op::Merge { .. }
+            | Op::Place { .. } => 0,
         };
         self.steps.iter().map(of).sum()
     }
@@ -412,5 +501,41 @@ impl Builder {
 
     pub(crate) fn finish(self) -> Program {
         self.program
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Elements go where their indices say, and a box is in as few stretches as there can be.
+    #[test]
+    fn boxes_of_arrays_are_stretches_of_their_elements() {
+        for (extents, ranges, count) in [
+            ([2, 3, 4, 5], [0..2, 0..3, 0..4, 0..5], 1),
+            ([2, 3, 4, 5], [0..2, 1..3, 0..4, 0..5], 2),
+            ([2, 3, 4, 5], [1..2, 1..3, 2..4, 1..5], 4),
+            ([7, 1, 1, 1], [2..5, 0..1, 0..1, 0..1], 1),
+            ([3, 8, 1, 1], [0..3, 2..6, 0..1, 0..1], 3),
+            ([1, 3, 1, 6], [0..1, 1..2, 0..1, 0..6], 1),
+        ] {
+            let window = Window { extents, ranges };
+            let [a, b, c, d] = window.ranges.clone();
+            let mut want = Vec::new();
+            for i in a {
+                for j in b.clone() {
+                    for k in c.clone() {
+                        want.extend(
+                            d.clone().map(|l| ((i * extents[1] + j) * extents[2] + k) * extents[3] + l),
+                        );
+                    }
+                }
+            }
+            let stretches = window.stretches();
+            let found: Vec<usize> = stretches.iter().flat_map(|(_, to, len)| *to..to + len).collect();
+            assert_eq!((found, stretches.len()), (want, count), "{window:?}");
+            let ends: Vec<usize> = stretches.iter().map(|(from, _, len)| from + len).collect();
+            assert_eq!(ends.last(), Some(&window.elements()));
+        }
     }
 }

@@ -42,7 +42,8 @@ pub(crate) fn run(program: &Program, order: Order, engine: &mut impl Engine) -> 
             | Op::Nothing { .. }
             | Op::Forward { .. }
             | Op::Backward { .. }
-            | Op::Merge { .. } => engine.apply(number, step)?,
+            | Op::Merge { .. }
+            | Op::Place { .. } => engine.apply(number, step)?,
         }
         engine.after(number, step)
     };

@@ -27,6 +27,6 @@ pub trait HostTransport {
     /// [`Error::Mismatch`] with the first rank that has another, and as [`HostTransport::exchange`].
     fn agree(&mut self, text: &str) -> Result<(), Error>;
 
-    /// Tells the other ranks that this one has failed: what they wait for does not come.
-    fn fail(&mut self);
+    /// Tells the other ranks that this one has failed, and why: what they wait for does not come.
+    fn fail(&mut self, why: &str);
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use fa_attn::device::Bound;
 use fa_core::TensorLayout;
+use fa_core::program::MAX_ARRAYS;
 use fa_kernels::cudarc::driver::{CudaStream, result, sys};
 use fa_kernels::{RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor};
 
@@ -16,7 +17,7 @@ use super::rank::Rank;
 use crate::error::Error;
 use crate::moved;
 use crate::nccl::DevicePiece;
-use crate::program::{Buffer, Lane, Op, Part, Piece, Step, View};
+use crate::program::{Buffer, Lane, Op, Part, Piece, Step, View, Window};
 use crate::run::{Engine, Order, run};
 
 /// Addresses of the caller's tensors.
@@ -31,6 +32,8 @@ pub(super) struct Given {
     pub(super) gradients: [Option<RawTensor>; 3],
     pub(super) dsinks: u64,
     pub(super) dlse: u64,
+    /// Of arrays by their numbers in the whole's program.
+    pub(super) darrays: [u64; MAX_ARRAYS],
     pub(super) extras: RawExtras,
 }
 
@@ -95,6 +98,7 @@ impl DeviceEngine<'_> {
             Buffer::Dk => self.given.gradients[1],
             Buffer::Dv => self.given.gradients[2],
             Buffer::Dsinks => Some(own(self.given.dsinks)),
+            Buffer::Darray(array) => Some(own(self.given.darrays[array])),
             Buffer::Scratch(number) => Some(own(self.prepared.scratch[number])),
         };
         // A tensor without elements has no address, and nothing of it is touched.
@@ -113,8 +117,8 @@ impl DeviceEngine<'_> {
         RawTensor { address: address + offset * self.element(view.buffer), strides }
     }
 
-    /// The extras of a part: those of its heads, and its own starts.
-    fn extras(&self, number: usize, part: &Part) -> RawExtras {
+    /// The extras of a part: those of its heads, its own starts, and where the gradients of arrays go.
+    fn extras(&self, number: usize, part: &Part, darrays: &[(usize, View)]) -> RawExtras {
         let mut extras = self.given.extras;
         if let Some([q, k]) = &self.prepared.starts[number] {
             extras.inputs.cu_seqlens_q = Some(q.address);
@@ -129,7 +133,15 @@ impl DeviceEngine<'_> {
         extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
         if let Some(own) = part.problem.score.program {
             let programs = (self.prepared.whole.as_deref(), &*own);
-            extras.program = Some(moved::device(programs, &part.places, extras.program, slopes));
+            let of_part = (part.places.as_slice(), part.arrays.as_slice());
+            let mut raw = moved::device(programs, of_part, extras.program, slopes);
+            let whole = self.prepared.whole.as_deref();
+            for (array, view) in darrays {
+                if let Some(at) = whole.and_then(|whole| moved::place((whole, &*own), *array)) {
+                    raw.gradients[at] = self.raw(view).address;
+                }
+            }
+            extras.program = Some(raw);
         }
         extras
     }
@@ -196,6 +208,35 @@ impl DeviceEngine<'_> {
         Ok(())
     }
 
+    /// Copies a box of an array, packed, to its place.
+    fn place(&self, stream: &CudaStream, from: &View, to: &View, window: &Window) -> Result<(), Error> {
+        let [from, to] = [from, to].map(|view| self.raw(view).address);
+        for plane in planes(window) {
+            let copy = sys::CUDA_MEMCPY2D_st {
+                srcXInBytes: 0,
+                srcY: 0,
+                srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                srcHost: std::ptr::null(),
+                srcDevice: from + plane.from as u64,
+                srcArray: std::ptr::null_mut(),
+                srcPitch: plane.width,
+                dstXInBytes: 0,
+                dstY: 0,
+                dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                dstHost: std::ptr::null_mut(),
+                dstDevice: to + plane.to as u64,
+                dstArray: std::ptr::null_mut(),
+                dstPitch: plane.pitch,
+                WidthInBytes: plane.width,
+                Height: plane.height,
+            };
+            // SAFETY: both planes lie in their buffers, which have the elements of the box and of the array.
+            let copied = unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()) }.result();
+            copied.map_err(driver("copying the gradient of an array"))?;
+        }
+        Ok(())
+    }
+
     /// Fills with 32-bit words: an LSE, or zeros of any type.
     fn fill(&self, stream: &CudaStream, to: &View, word: u32) -> Result<(), Error> {
         let (shape, size) = (self.prepared.program.shape(to.buffer), self.element(to.buffer) as usize);
@@ -224,6 +265,32 @@ impl DeviceEngine<'_> {
     }
 }
 
+/// Rows of a box of an array that are as far from one another, in bytes.
+#[derive(Debug, PartialEq)]
+struct Plane {
+    /// Bytes before it in the box, packed, and in the array.
+    from: usize,
+    to: usize,
+    width: usize,
+    height: usize,
+    /// Bytes from one row to the next in the array.
+    pitch: usize,
+}
+
+fn planes(window: &Window) -> Vec<Plane> {
+    let Window { extents: [_, b, c, d], ranges: [first, second, third, last] } = window.merged();
+    let (width, height, pitch) = (4 * last.len(), third.len(), 4 * d);
+    let starts = first.flat_map(|i| second.clone().map(move |j| i * b + j));
+    let at = |(number, start): (usize, usize)| Plane {
+        from: number * width * height,
+        to: 4 * ((start * c + third.start) * d + last.start),
+        width,
+        height,
+        pitch,
+    };
+    starts.enumerate().map(at).collect()
+}
+
 impl Engine for DeviceEngine<'_> {
     fn before(&mut self, number: usize, step: &Step) -> Result<(), Error> {
         if let Some(event) = step.after.and_then(|after| self.prepared.events[after].as_ref()) {
@@ -247,18 +314,18 @@ impl Engine for DeviceEngine<'_> {
                     out: self.raw(out),
                     lse: Some(self.raw(lse).address),
                     workspace: (forward.workspace_bytes() > 0).then_some(workspace),
-                    extras: self.extras(number, part),
+                    extras: self.extras(number, part, &[]),
                 };
                 // SAFETY: as for sums; the workspace is zero, and all that uses it is in this queue.
                 Ok(unsafe { forward.run_raw(stream, &args) }?)
             }
-            (Op::Backward { part, inputs, outputs, dsinks, dlse }, Kernel::Attention(bound)) => {
+            (Op::Backward { part, inputs, outputs, dsinks, dlse, darrays }, Kernel::Attention(bound)) => {
                 let Bound::Backward(backward) = bound.as_ref() else { return Ok(()) };
                 let [q, k, v, out, lse, dout] = inputs.each_ref().map(|view| self.raw(view));
                 let [dq, dk, dv] = outputs.each_ref().map(|view| self.raw(view));
                 let lse = lse.address;
                 let dsinks = dsinks.as_ref().map(|view| self.raw(view).address);
-                let mut extras = RawExtras { dsinks, ..self.extras(number, part) };
+                let mut extras = RawExtras { dsinks, ..self.extras(number, part, darrays) };
                 extras.inputs.dlse = dlse.as_ref().map(|view| self.raw(view).address);
                 let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
                 // SAFETY: as for sums.
@@ -276,6 +343,7 @@ impl Engine for DeviceEngine<'_> {
                 // SAFETY: as for sums; the result is in memory of its own.
                 Ok(unsafe { merge.run_raw(stream, &args) }?)
             }
+            (Op::Place { from, to, window }, _) => self.place(stream, from, to, window),
             (Op::Forward { .. } | Op::Backward { .. } | Op::Merge { .. } | Op::Exchange { .. }, _) => {
                 unreachable!("kernels are made for their steps")
             }
@@ -326,6 +394,32 @@ impl Engine for DeviceEngine<'_> {
         match &self.prepared.events[number] {
             Some(event) => event.record(self.stream(step.lane)).map_err(driver("recording an event")),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Planes copy what the stretches of a box are.
+    #[test]
+    fn planes_are_the_stretches_of_a_box() {
+        for (extents, ranges) in [
+            ([2, 3, 4, 5], [0..2, 1..3, 0..4, 0..5]),
+            ([2, 3, 4, 5], [1..2, 1..3, 2..4, 1..5]),
+            ([2, 3, 4, 5], [0..2, 0..3, 1..2, 0..5]),
+            ([1, 1, 1, 40], [0..1, 0..1, 0..1, 0..40]),
+        ] {
+            let window = Window { extents, ranges };
+            let rows = planes(&window).into_iter().flat_map(|plane| {
+                let row = move |row: usize| {
+                    let [from, to] = [plane.from + row * plane.width, plane.to + row * plane.pitch];
+                    (from / 4, to / 4, plane.width / 4)
+                };
+                (0..plane.height).map(row)
+            });
+            assert_eq!(rows.collect::<Vec<_>>(), window.stretches(), "{window:?}");
         }
     }
 }

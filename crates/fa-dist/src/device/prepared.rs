@@ -134,7 +134,9 @@ fn rooms(gpu: &Arc<Gpu>, program: &Program) -> Result<(Vec<u64>, Vec<Memory>), E
 fn starts(gpu: &Arc<Gpu>, step: &Step) -> Result<Option<[Memory; 2]>, Error> {
     let part = match &step.op {
         Op::Forward { part, .. } | Op::Backward { part, .. } => part,
-        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } | Op::Exchange { .. } => return Ok(None),
+        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } | Op::Place { .. } | Op::Exchange { .. } => {
+            return Ok(None);
+        }
     };
     let Some([q, k]) = &part.starts else { return Ok(None) };
     Ok(Some([Memory::of(gpu, q)?, Memory::of(gpu, k)?]))
@@ -182,6 +184,6 @@ fn kernel(
         {
             merge(&parts.iter().collect::<Vec<_>>(), to, false)
         }
-        Op::Sum { .. } | Op::Nothing { .. } | Op::Exchange { .. } => Ok(Kernel::Plain),
+        Op::Sum { .. } | Op::Nothing { .. } | Op::Place { .. } | Op::Exchange { .. } => Ok(Kernel::Plain),
     }
 }

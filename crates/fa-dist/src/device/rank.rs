@@ -165,8 +165,8 @@ impl Rank {
 
     /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
     pub(super) fn told<T>(&mut self, done: Result<T, Error>) -> Result<T, Error> {
-        if done.is_err() {
-            self.store.fail();
+        if let Err(error) = &done {
+            self.store.fail(&error.to_string());
             if let Some(communicator) = &mut self.communicator {
                 communicator.abort();
             }
@@ -177,7 +177,7 @@ impl Rank {
     /// Whether all ranks are there, as far as this one knows.
     pub(super) fn check(&self, doing: &str) -> Result<(), Error> {
         match (self.store.watch())() {
-            Some(rank) => Err(Error::PeerLost { rank, doing: doing.to_owned() }),
+            Some(lost) => Err(lost.while_doing(doing)),
             None => Ok(()),
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use fa_core::Strides;
-use fa_core::program::{Inputs, Interned, Program as Scores};
+use fa_core::program::{Inputs, Interned};
 use fa_cpu::merge::{add_sinks, merge_row};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{Arguments, CpuError, Element, Extras, KvRef, TensorMut, TensorRef};
@@ -142,6 +142,15 @@ impl<'a, T: Wire> HostMemory<'a, T> {
         }
     }
 
+    /// Elements of a buffer in memory order, from one on.
+    fn write_flat(&mut self, view: &View, first: usize, values: &[f32]) {
+        match self.slots.get_mut(&view.buffer) {
+            Some((_, Slot::WriteF32(data))) => data[first..][..values.len()].copy_from_slice(values),
+            Some((_, Slot::OwnF32(data))) => data[first..][..values.len()].copy_from_slice(values),
+            _ => unreachable!("gradients of arrays are of f32"),
+        }
+    }
+
     /// The codes of a cache.
     fn codes(&self, view: &View) -> Option<TensorRef<'_, u8>> {
         match &self.slots[&view.buffer].1 {
@@ -215,17 +224,6 @@ pub(super) struct HostEngine<'a, T> {
     /// The whole problem's.
     pub(super) program: Option<Interned>,
     pub(super) transport: &'a mut dyn HostTransport,
-    /// The gradients of the arrays of the whole's program, summed over the parts.
-    pub(super) darrays: Option<&'a mut Vec<Vec<f32>>>,
-}
-
-/// Adds a part's gradients of arrays, which its program has in another order, to those of the `whole`.
-fn add_arrays((whole, part): (&Scores, &Scores), own: &[Vec<f32>], to: &mut [Vec<f32>]) {
-    for (array, to) in whole.arrays().iter().zip(to) {
-        let found = part.arrays().iter().zip(own).find(|(other, _)| other.name == array.name);
-        let Some((_, own)) = found else { continue };
-        to.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
-    }
 }
 
 /// The extras of a part: those of its heads, and its own starts.
@@ -252,7 +250,8 @@ fn part_program<'a>(
     }
     let Some(own) = part.problem.score.program else { return Ok(None) };
     let programs = (program.as_deref(), &*own);
-    Ok(Some(moved::host(programs, &part.places, given.program, given.extras.alibi_slopes)?))
+    let of_part = (part.places.as_slice(), part.arrays.as_slice());
+    Ok(Some(moved::host(programs, of_part, given.program, given.extras.alibi_slopes)?))
 }
 
 impl<T: Wire> Engine for HostEngine<'_, T> {
@@ -325,7 +324,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 memory.write(out, &values);
                 memory.lse_mut(lse).copy_from_slice(&own);
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks, dlse } => {
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs, dsinks, dlse, darrays } => {
                 let inputs = [q, k, v, out, dout].map(|view| (memory.shape(view), memory.read(view)));
                 let view = |i: usize| packed("input", &inputs[i].1, inputs[i].0);
                 let own = memory.lse(lse).to_vec();
@@ -347,7 +346,6 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                 let [dq, dk, dv] = &mut values;
                 let mut own_dsinks = dsinks.as_ref().map(|view| vec![0.0; view.heads.len()]);
                 let mut own_arrays = Vec::new();
-                let wants_arrays = self.darrays.is_some() && part.problem.score.program.is_some();
                 tiled::backward_program(
                     tiled::Options::default(),
                     &part.problem,
@@ -357,11 +355,15 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
                     &mut packed_mut("dk", dk, shapes[1])?,
                     &mut packed_mut("dv", dv, shapes[2])?,
                     own_dsinks.as_deref_mut(),
-                    wants_arrays.then_some(&mut own_arrays),
+                    (!darrays.is_empty()).then_some(&mut own_arrays),
                 )?;
                 let programs = self.program.as_deref().zip(part.problem.score.program.as_deref());
-                if let (Some(sums), Some(programs)) = (&mut self.darrays, programs) {
-                    add_arrays(programs, &own_arrays, sums);
+                for (array, view) in darrays {
+                    let found = programs.and_then(|programs| moved::place(programs, *array));
+                    let Some(own) = found.and_then(|at| own_arrays.get(at)) else {
+                        unreachable!("scores read the arrays whose gradients a call has")
+                    };
+                    memory.write_f32(view, own);
                 }
                 outputs.iter().zip(&values).for_each(|(view, values)| memory.write(view, values));
                 if let (Some(view), Some(values)) = (dsinks, own_dsinks) {
@@ -370,6 +372,12 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
             }
             Op::Merge { parts, out, lse, sinks } => {
                 merge(memory, parts, out, lse, self.given.extras.sinks.filter(|_| *sinks))?;
+            }
+            Op::Place { from, to, window } => {
+                let values = memory.read_f32(from);
+                for (at, first, len) in window.stretches() {
+                    memory.write_flat(to, first, &values[at..at + len]);
+                }
             }
             Op::Exchange { .. } => {}
         }

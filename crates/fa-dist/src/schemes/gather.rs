@@ -7,6 +7,7 @@ use std::ops::Range;
 use fa_core::{Pass, TensorLayout};
 use fa_cpu::check;
 
+use super::arrays::Arrays;
 use super::sums::{Term, sum};
 use super::{Packed, dlse, joined, nothing, outside};
 use crate::block::Block;
@@ -225,7 +226,7 @@ impl Gather<'_> {
         Returns { parts, sums, received, dsinks }
     }
 
-    fn backward(&mut self, stage: usize, returns: &Returns) {
+    fn backward(&mut self, stage: usize, returns: &Returns, arrays: &mut Arrays) {
         let (plan, builder) = (self.plan, &mut self.builder);
         let [k, v] = self.gathered[stage % self.gathered.len()];
         let (heads, kv) = plan.stage_heads(stage);
@@ -258,13 +259,15 @@ impl Gather<'_> {
             builder.push(
                 Lane::Compute,
                 Op::Backward {
-                    part,
+                    part: part.clone(),
                     dsinks,
                     dlse,
                     inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                     outputs: [of(Buffer::Dq), keyed(parts[0]), keyed(parts[1])],
+                    darrays: arrays.of_call(&part),
                 },
             );
+            arrays.add(builder, &part);
             for (terms, &buffer) in terms.iter_mut().zip(parts) {
                 terms.push(Term { rows: keys.clone(), buffer, first: keys.start });
             }
@@ -322,9 +325,10 @@ impl Gather<'_> {
 pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     let mut gather = Gather::new(plan, rank, Pass::BACKWARD);
     let returns = gather.returns();
+    let mut arrays = Arrays::new(plan, &mut gather.builder);
     for stage in 0..plan.stages() {
         gather.gather_ahead(stage);
-        gather.backward(stage, &returns);
+        gather.backward(stage, &returns, &mut arrays);
         gather.give_back(stage, &returns);
     }
     let builder = &mut gather.builder;
@@ -335,5 +339,6 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         let to = builder.whole(Buffer::Dsinks);
         builder.copy(Lane::Compute, View { buffer: *sum, ..to.clone() }, to);
     }
+    arrays.finish(plan, rank, builder);
     gather.builder.finish()
 }

@@ -1,5 +1,6 @@
 //! The schemes: for each, the program of a rank.
 
+pub(crate) mod arrays;
 pub(crate) mod calls;
 pub(crate) mod decode;
 pub(crate) mod gather;

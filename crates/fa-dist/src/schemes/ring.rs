@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use fa_core::{Merge, Pass};
 
+use super::arrays::Arrays;
 use super::calls::{Call, calls};
 use super::sums::{Term, sum};
 use super::{Packed, Parts, dlse, joined, nothing, outside};
@@ -211,6 +212,7 @@ struct Gradients {
     pool: Vec<[Buffer; 2]>,
     /// The gradient of the sinks of a call, and of all: sums are of whole vectors.
     dsinks: Option<[Buffer; 2]>,
+    arrays: Arrays,
 }
 
 impl Ring<'_> {
@@ -229,7 +231,8 @@ impl Ring<'_> {
         };
         let rooms = (0..2).map(|_| rows.map(&mut room)).collect();
         let [part, wide] = [Cell::Own, Cell::F32].map(|cell| self.like(Buffer::Dq, cell));
-        Gradients { dq, sums, rooms, part, wide, pool: Vec::new(), dsinks: None }
+        let arrays = Arrays::new(self.plan, &mut self.builder);
+        Gradients { dq, sums, rooms, part, wide, pool: Vec::new(), dsinks: None, arrays }
     }
 
     /// Zeros for the gradient of the sinks.
@@ -272,13 +275,15 @@ impl Ring<'_> {
         self.builder.push(
             Lane::Compute,
             Op::Backward {
-                part,
+                part: part.clone(),
                 inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
                 outputs: [of(own.part), keyed(parts[0]), keyed(parts[1])],
                 dsinks: dsinks.map(|[part, _]| Box::new(View::of(part, &(0..1), &heads))),
                 dlse,
+                darrays: own.arrays.of_call(&part),
             },
         );
+        own.arrays.add(&mut self.builder, &part);
         if let Some(buffers) = dsinks {
             let [part, to] = buffers.map(|buffer| self.builder.whole(buffer));
             self.builder.push(Lane::Compute, Op::Sum { parts: vec![to.clone(), part], to });
@@ -324,7 +329,7 @@ impl Ring<'_> {
     }
 
     /// The sums as the caller has them.
-    fn write(mut self, own: &Gradients) -> Program {
+    fn write(mut self, own: Gradients) -> Program {
         if let Some([_, sum]) = own.dsinks {
             let to = self.builder.whole(Buffer::Dsinks);
             self.builder.copy(Lane::Compute, View { buffer: sum, ..to.clone() }, to);
@@ -335,6 +340,7 @@ impl Ring<'_> {
             let [from, to] = [from, to].map(|buffer| self.builder.whole(buffer));
             self.builder.copy(lane, from, to);
         }
+        own.arrays.finish(self.plan, self.rank, &mut self.builder);
         self.builder.finish()
     }
 }
@@ -363,5 +369,5 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         }
         ring.give_back(step, &terms, &own);
     }
-    ring.write(&own)
+    ring.write(own)
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use fa_core::Pass;
 
+use super::arrays::Arrays;
 use super::gather::others;
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Lane, Op, Part, Program, Shape, View};
@@ -216,18 +217,22 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         let to = turn.builder.whole(Buffer::Dsinks);
         turn.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
     }
+    let mut arrays = Arrays::new(plan, &mut turn.builder);
     for stage in 0..plan.stages() {
         let part = turn.part(stage);
         let dsinks = has_sinks.then(|| Box::new(View::of(Buffer::Dsinks, &(0..1), &part.heads)));
         let op = Op::Backward {
-            part,
+            part: part.clone(),
             dsinks,
             dlse: dlse.as_ref().map(|turned| Box::new(turn.all(turned, stage))),
             inputs: inputs.each_ref().map(|turned| turn.all(turned, stage)),
             outputs: results.each_ref().map(|turned| turn.all(turned, stage)),
+            darrays: arrays.of_call(&part),
         };
         turn.builder.push(Lane::Compute, op);
+        arrays.add(&mut turn.builder, &part);
         turn.turn_back(&results_at, stage);
     }
+    arrays.finish(plan, rank, &mut turn.builder);
     turn.builder.finish()
 }

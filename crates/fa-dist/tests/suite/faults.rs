@@ -119,12 +119,64 @@ fn a_rank_that_fails_alone_is_named_by_all_others() {
             assert!(need.contains(&rows.to_string()), "{name}: {need}");
             for other in [0, 2] {
                 // One that needs nothing more of it may have ended well.
-                let is_told = matches!(&found[other], Err(Error::PeerLost { rank: 1, .. }) | Ok(()));
+                let is_told = match &found[other] {
+                    Err(Error::PeerLost { rank: 1, why: Some(why), .. }) => why.contains(need),
+                    other => other.is_ok(),
+                };
                 assert!(is_told, "{name} rank {other}: {:?}", found[other]);
             }
             assert!([0, 2].iter().any(|other| found[*other].is_err()), "{name}: nobody was told");
         }
     }
+}
+
+/// A rank that finds a message that is none of its own, that waits for too long or that panics says so.
+#[test]
+fn the_others_learn_why_a_rank_has_failed() {
+    let problem = problem(1, (48, 48), (6, 6), Mask::CAUSAL);
+    let plan = ShardPlan::new(&problem, 3, Scheme::Ring, Layout::Zigzag).unwrap();
+    let late = FaultKind::Stall(Duration::from_millis(1500));
+    // Who fails of it, and what that rank says.
+    for (kind, said) in
+        [(FaultKind::Truncate, "all ranks need the same call"), (late, "took more than 400ms")]
+    {
+        let found = answers(&plan, Fault { rank: 0, exchange: 0, kind });
+        let first = found.iter().position(|error| {
+            matches!(error, Some(Error::Mismatch { rank: 0, .. } | Error::Deadline { .. }))
+        });
+        let first = first.unwrap_or_else(|| panic!("{found:?}"));
+        for (rank, error) in found.iter().enumerate().filter(|(rank, _)| *rank != first) {
+            match error {
+                Some(Error::PeerLost { why: Some(why), .. }) => assert!(why.contains(said), "{rank}: {why}"),
+                // Those that wait for the same find out by themselves.
+                Some(Error::Mismatch { .. } | Error::Deadline { .. }) => {}
+                other => panic!("{kind:?} rank {rank}: {other:?}"),
+            }
+        }
+        let told = |error: &Option<Error>| matches!(error, Some(Error::PeerLost { .. }));
+        assert!(found.iter().any(told), "{kind:?}: {found:?}");
+    }
+    let ranks = MemoryTransport::connect(2, &MemoryOptions::default());
+    let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+    let [error, _] = std::thread::scope(|scope| {
+        let started = ranks.into_iter().map(|transport| {
+            let plan = &plan;
+            scope.spawn(move || {
+                let inputs = inputs::<f32>(plan.problem());
+                if fa_dist::HostTransport::rank(&transport) == 1 {
+                    // As a bug in the caller's code between two calls.
+                    let own = HostAttention::new(plan, transport).unwrap();
+                    std::panic::resume_unwind(Box::new(own.rank()));
+                }
+                rank(plan, transport, Order::Listed, &inputs, &Extras::NONE).err()
+            })
+        });
+        let started: Vec<_> = started.collect();
+        let ended: Vec<_> = started.into_iter().map(|rank| rank.join().unwrap_or(None)).collect();
+        <[_; 2]>::try_from(ended).unwrap_or_else(|_| unreachable!("two ranks"))
+    });
+    let said = error.unwrap().to_string();
+    assert!(said.contains("rank 1 is lost while") && said.contains("its thread panicked"), "{said}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Slopes, sinks, programs and gradients of LSE over ranks.
 
-use fa_core::program::{Inputs, OwnedInputs, Program};
+use fa_core::program::{ArrayData, ArrayView, Element, Inputs, OwnedInputs, Program};
 use fa_core::{Lengths, Mask, Pass, Problem};
 use fa_cpu::{Arguments, Extras};
 use fa_dist::{Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan};
@@ -80,6 +80,103 @@ fn programs_see_the_numbers_of_the_whole() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Elements of rows, of keys and of pairs, shared by sequences, heads or queries, and those that no part has
+/// alone: every rank has the gradients of the whole, in every order and with the same bits.
+#[test]
+fn gradients_of_arrays_are_those_of_the_whole_on_every_rank() {
+    // Of each array its extents, in the order of declarations.
+    let cases: [(&str, &[[usize; 4]]); 7] = [
+        ("array row: f32[_, _] grad; score = s * row[h, q];", &[[4, 29, 1, 1]]),
+        ("array key: f32[_, _] grad; score = s * key[k, b];", &[[29, 2, 1, 1]]),
+        ("array bias: f32[_, _, _, _] grad; score = s + bias[b, h, q, k];", &[[1, 4, 29, 29]]),
+        ("array bias: f32[_, _, _, _] grad; score = s + bias[b, hk, q, k];", &[[2, 1, 1, 29]]),
+        ("array bias: bf16[_, _, _] grad; score = s + 2.0 * bias[k, h, q];", &[[29, 4, 29, 1]]),
+        (
+            "array gain: f32[_] grad; array table: f32[_, _] grad; array one: f32[_, _] grad;\
+             score = s * gain[hk] + table[h, min(abs(q - k), 5)] + one[q, k];",
+            &[[2, 1, 1, 1], [4, 6, 1, 1], [29, 29, 1, 1]],
+        ),
+        // Longer and shorter than the rows that there are.
+        (
+            "array row: f32[_] grad; array key: f32[_] grad; score = s + row[q] * key[k];",
+            &[[31, 1, 1, 1], [20, 1, 1, 1]],
+        ),
+    ];
+    for (text, extents) in cases {
+        let program = Program::parse(text).unwrap().intern().unwrap();
+        let data: Vec<Vec<f32>> =
+            extents.iter().map(|own| values(own.iter().product(), 3 + own[0] as u64)).collect();
+        let bits: Vec<Vec<u16>> = data
+            .iter()
+            .map(|own| own.iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect())
+            .collect();
+        let views = program.arrays().iter().enumerate().map(|(at, array)| {
+            let data = match array.element == Element::F32 {
+                true => ArrayData::F32(&data[at]),
+                false => ArrayData::Bf16(&bits[at]),
+            };
+            ArrayView::contiguous(data, &extents[at])
+        });
+        let inputs = Inputs::new(&program, views.collect(), Vec::new()).unwrap();
+        let given = Arguments { program: Some(&inputs), ..Arguments::default() };
+        for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(5, 3)] {
+            let plain = problem(2, (29, 29), (4, 2), mask);
+            let problem = plain.with_score(plain.score.with_program(Some(program)));
+            for world in [1, 2, 3, 4] {
+                for plan in plans(&problem, world) {
+                    let plan = plan.with_tiles(4, 4);
+                    let listed = check_plan::<f32>(&plan, given, Order::Listed);
+                    let seeded = check_plan::<f32>(&plan, given, Order::Seeded(7));
+                    assert!(listed == seeded, "{text} {}", plan.scheme().name());
+                }
+            }
+        }
+    }
+}
+
+/// Sums of more ranks than a kernel adds up at once.
+#[test]
+fn gradients_of_arrays_over_many_ranks_are_sums_of_sums() {
+    let program = Program::parse("array key: f32[_, _] grad; score = s + key[h, k];").unwrap();
+    let program = program.intern().unwrap();
+    let plain = problem(1, (80, 80), (2, 1), Mask::CAUSAL);
+    let problem = plain.with_score(plain.score.with_program(Some(program)));
+    let drawn = OwnedInputs::drawn(&problem, 5).unwrap();
+    let inputs = drawn.view(&program).unwrap();
+    let given = Arguments { program: Some(&inputs), ..Arguments::default() };
+    let plan = ShardPlan::new(&problem, 20, Scheme::Gather, Layout::Zigzag).unwrap();
+    check_plan::<f32>(&plan, given, Order::Listed);
+}
+
+#[test]
+fn arrays_that_a_plan_does_not_know_are_refused_by_name() {
+    let text = "array bias: f32[_, _] grad; score = s + bias[h, k];";
+    let program = Program::parse(text).unwrap().intern().unwrap();
+    let plain = problem(1, (16, 16), (2, 2), Mask::FULL);
+    let problem = plain.with_score(plain.score.with_program(Some(program)));
+    let drawn = OwnedInputs::drawn(&problem, 5).unwrap();
+    let program = drawn.view(&program).unwrap();
+    let given = Arguments { program: Some(&program), ..Arguments::default() };
+    for plan in plans(&problem, 1) {
+        for (plan, part) in [
+            (plan.clone(), "the array bias of a program whose extents it does not know: give them by"),
+            (
+                plan.clone().with_arrays(&[[2, 15, 1, 1]]).unwrap(),
+                "[2, 16, 1, 1] of bias, the plan needs [2, 15,",
+            ),
+        ] {
+            let alone = MemoryTransport::connect(1, &MemoryOptions::default()).remove(0);
+            let inputs = inputs::<f32>(&problem);
+            let refused = rank(&plan, alone, Order::Listed, &inputs, given).unwrap_err().to_string();
+            assert!(refused.contains(part), "{refused}");
+        }
+        for extents in [&[][..], &[[2, 0, 1, 1]], &[[2, 16, 1, 1]; 2]] {
+            let refused = plan.clone().with_arrays(extents).unwrap_err().to_string();
+            assert!(refused.contains("positive extents of the 1 arrays"), "{refused}");
         }
     }
 }

@@ -142,7 +142,14 @@ impl Rank {
                     }
                 }
             }
-            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs: [dq, dk, dv], dsinks, dlse } => {
+            Op::Backward {
+                part,
+                inputs: [q, k, v, out, lse, dout],
+                outputs: [dq, dk, dv],
+                dsinks,
+                dlse,
+                ..
+            } => {
                 let group = part.problem.group_size();
                 let (rows, keys) = (q.rows.len(), k.rows.len());
                 let mut over_queries: HashMap<(usize, usize), BTreeSet<(usize, usize)>> = HashMap::new();
@@ -212,6 +219,7 @@ impl Rank {
                     }
                 }
             }
+            Op::Place { .. } => unreachable!("of arrays, which these programs have none of"),
             Op::Exchange { .. } => unreachable!("exchanges are the network's"),
         }
     }

@@ -89,6 +89,13 @@ pub(crate) fn forward_alone(given: Arguments<'_>) -> Arguments<'_> {
 /// One rank's results: O, LSE, dQ, dK, dV, and the gradients of the sinks and of a program's arrays.
 pub(crate) type Own<T> = (Vec<T>, Vec<f32>, [Vec<T>; 3], Vec<f32>, Vec<Vec<f32>>);
 
+/// The plan with the gradients of the arrays that a call gives.
+pub(crate) fn with_arrays(plan: &ShardPlan, given: &Arguments<'_>) -> ShardPlan {
+    let Some(program) = given.program else { return plan.clone() };
+    let extents: Vec<[i32; 4]> = program.arrays().iter().map(|view| view.extents).collect();
+    plan.clone().with_arrays(&extents).unwrap()
+}
+
 /// Whether a plan has gradients.
 pub(crate) fn has_gradients(plan: &ShardPlan) -> bool {
     plan.program(0, Pass::BACKWARD).is_ok()
@@ -186,10 +193,8 @@ pub(crate) fn run<'a, T: Wire + Default>(
         if r == 0 {
             all.darrays = darrays;
         } else {
-            for (sums, own) in all.darrays.iter_mut().zip(darrays) {
-                assert_eq!(sums.len(), own.len(), "rank {r}");
-                sums.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
-            }
+            // Of every rank those of the whole, with the same bits.
+            assert!(all.darrays == darrays, "rank {r}");
         }
         gather(plan.queries(), r, &out, shapes[3], &mut all.out);
         // LSE has a row for each head: as a tensor of one head and `batch * heads` sequences.
@@ -240,6 +245,7 @@ pub(crate) fn check_plan<'a, T: Wire + Default>(
     order: Order,
 ) -> Results<T> {
     let given = given.into();
+    let plan = &with_arrays(plan, &given);
     let problem = plan.problem();
     let inputs = inputs::<T>(problem);
     // What the plan knows no call gives.

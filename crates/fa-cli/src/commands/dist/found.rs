@@ -12,6 +12,8 @@ pub(super) struct Found<T> {
     pub gradients: Vec<Vec<T>>,
     /// The gradient of the sinks, of which each rank has a part; empty where there are none.
     pub dsinks: Vec<f32>,
+    /// The gradients of a program's arrays, which every rank has of the whole.
+    pub darrays: Vec<Vec<f32>>,
 }
 
 fn same<T: Element>(one: &[T], other: &[T]) -> bool {
@@ -26,6 +28,8 @@ impl<T: Element> Found<T> {
         let mut tensors = vec![("O", same(&self.out, &other.out)), ("LSE", same(&self.lse, &other.lse))];
         tensors.extend(gradients.map(|((own, other), name)| (name, same(own, other))));
         tensors.push(("dsinks", same(&self.dsinks, &other.dsinks)));
+        let arrays = self.darrays.iter().zip(&other.darrays);
+        tensors.extend(arrays.map(|(own, other)| ("a gradient of an array", same(own, other))));
         tensors.into_iter().find(|(_, same)| !same).map(|(name, _)| name)
     }
 
@@ -34,6 +38,7 @@ impl<T: Element> Found<T> {
         answer.same_bits = Some(same(&self.out, &one.out) && same(&self.lse, &one.lse));
         answer.errors.push(worst(&self.out, &one.out));
         answer.errors.extend(self.gradients.iter().zip(&one.gradients).map(|(own, one)| worst(own, one)));
+        answer.errors.extend(self.darrays.iter().zip(&one.darrays).map(|(own, one)| worst(own, one)));
         answer.dsinks = [self.dsinks.clone(), one.dsinks.clone()];
     }
 }
@@ -67,7 +72,7 @@ mod tests {
 
     fn found(values: [f32; 3]) -> Found<f32> {
         let [out, lse, dk] = values.map(|value| vec![1.0, value]);
-        Found { out, lse, gradients: vec![vec![2.0], dk], dsinks: Vec::new() }
+        Found { out, lse, gradients: vec![vec![2.0], dk], dsinks: Vec::new(), darrays: Vec::new() }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What ranks are asked to do, and what they answer.
 
 use fa_core::lengths::Side;
-use fa_core::program::Program;
+use fa_core::program::{OwnedInputs, Program};
 use fa_core::{Alibi, DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, Problem, ScoreMod};
 use fa_dist::{Error, Layout, Scheme, ShardPlan};
 use serde::{Deserialize, Serialize};
@@ -91,7 +91,19 @@ impl Job {
             Some(starts) => ShardPlan::packed(problem, starts, world, scheme, layout),
             None => ShardPlan::new(problem, world, scheme, layout),
         };
-        Ok(plan?.with_dlse(self.dlse))
+        let plan = plan?.with_dlse(self.dlse);
+        if !self.has_arrays() {
+            return Ok(plan);
+        }
+        let inputs = OwnedInputs::drawn(problem, 0);
+        let arrays = inputs.iter().flat_map(|inputs| &inputs.arrays);
+        plan.with_arrays(&arrays.map(|array| array.extents).collect::<Vec<_>>())
+    }
+
+    /// Whether the backward has gradients of arrays.
+    pub(super) fn has_arrays(&self) -> bool {
+        let program = self.problem.score.program;
+        program.is_some_and(|program| program.arrays().iter().any(|array| array.gradient))
     }
 
     /// What the problem has besides a mask, in words that follow its shape.
@@ -105,6 +117,7 @@ impl Job {
             (self.problem.types.kv == Dtype::Int8, "int8"),
             (score.sinks, "sinks"),
             (score.alibi.is_some(), "alibi"),
+            (self.has_arrays(), "arrays"),
             (score.program.is_some() && score.dropout.is_none(), "program"),
             (score.dropout.is_some(), "dropout"),
             (self.dlse, "dlse"),
@@ -125,7 +138,8 @@ pub(super) struct Answer {
     pub error: Option<(String, String)>,
     /// Whether O and LSE have the bits of one GPU.
     pub same_bits: Option<bool>,
-    /// Largest difference of O, dQ, dK and dV from one GPU's, over the largest value.
+    /// Largest difference of O, dQ, dK, dV and the gradients of arrays from one GPU's, over the largest
+    /// value.
     pub errors: Vec<f64>,
     /// The gradient of the sinks: the rank's part, and all of one GPU's.
     pub dsinks: [Vec<f32>; 2],
@@ -213,6 +227,11 @@ fn with_program(problem: Problem, text: &str) -> Problem {
 const MASKED: &str = "scalar w: i32; let d = q + off - k; mask = 0 <= d and (d < w or k % 7 == 0);";
 const DOCUMENTS: &str = "mask = q // 5000 == k // 5000;";
 const SHORT_DOCUMENTS: &str = "mask = q // 700 == k // 700;";
+/// Arrays of rows, of keys and of pairs, whose gradients kernels sum, and one by distance, which none does.
+const ROWS: &str = "array row: f32[_, _] grad; score = s * row[h, q];";
+const KEYS: &str =
+    "array key: f32[_] grad; array bias: f32[_, _, _] grad; score = s + key[k] + bias[hk, q, k];";
+const TABLE: &str = "array table: f32[_, _] grad; score = s + table[h, min(abs(q + off - k), 40)];";
 const CHANGED: &str = "array bias: f32[_, _]; score = s + bias[q, k] + 0.01 * f32(h);";
 
 /// Sequences of `len` rows, of which one is long, one is empty and one has a single row.
@@ -240,11 +259,14 @@ fn cached(problem: Problem, (queries, keys): (usize, usize), page: Option<usize>
     Job { used: (0..world).map(used).collect(), ..job(problem, Scheme::Decode, Kind::Check) }
 }
 
+fn check(problem: Problem, scheme: Scheme) -> Job {
+    job(problem, scheme, Kind::Check)
+}
+
 /// Problems that are more than a mask of one sequence, over all schemes that compute them.
 fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
     const ALL: [Scheme; 3] = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring];
     let (causal, mut jobs) = (of(Mask::CAUSAL), Vec::new());
-    let check = |problem, scheme| job(problem, scheme, Kind::Check);
     for scheme in ALL {
         jobs.push(packed(check(causal, scheme)));
         let sinks = check(scored(causal, |score| score.with_sinks(true)), scheme);
@@ -264,6 +286,8 @@ fn forms(of: impl Fn(Mask) -> Problem, keys: usize, world: usize) -> Vec<Job> {
         jobs.push(check(scored(causal, |score| score.with_alibi(Some(Alibi::PerHead))), scheme));
         jobs.push(check(with_program(of(Mask::FULL), MASKED), scheme));
         jobs.push(Job { dlse: true, ..check(with_program(causal, CHANGED), scheme) });
+        jobs.push(check(with_program(causal, ROWS), scheme));
+        jobs.push(check(with_program(of(Mask::FULL), KEYS), scheme));
         let dropped =
             |score: ScoreMod| Dropout::new(0.2, 7, 11).and_then(|own| own.of(score)).unwrap_or(score);
         jobs.push(check(scored(causal, dropped), scheme));
@@ -326,7 +350,11 @@ pub(super) fn checks_in_memory(world: usize, quick: bool, repeat: usize) -> Vec<
     }
     jobs.push(of((1, 1000), Mask::CAUSAL, Scheme::Decode));
     let small = |mask| Problem::square(1, len, 2 * world, 32, mask, Dtype::F32).with_heads_kv(world);
-    let forms = if quick { Vec::new() } else { forms(small, 70, world) };
+    let mut forms = if quick { Vec::new() } else { forms(small, 70, world) };
+    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring].into_iter().filter(|_| !quick) {
+        let table = check(with_program(small(Mask::CAUSAL), TABLE), scheme);
+        forms.extend([packed(table.clone()), table]);
+    }
     jobs.extend(forms.into_iter().map(|job| Job { repeat, ..job }));
     jobs
 }

@@ -35,7 +35,8 @@ fn room(tensors: &Tensors<f32>, backward: bool) -> Found<f32> {
     let zeros = |i: usize| vec![0.0; tensors.values[i].len()];
     let gradients = if backward { vec![zeros(0), zeros(1), zeros(2)] } else { Vec::new() };
     let sinks = if backward && tensors.problem.score.sinks { heads } else { 0 };
-    Found { out: zeros(3), lse: vec![0.0; batch * heads * rows], gradients, dsinks: vec![0.0; sinks] }
+    let (lse, dsinks) = (vec![0.0; batch * heads * rows], vec![0.0; sinks]);
+    Found { out: zeros(3), lse, gradients, dsinks, darrays: Vec::new() }
 }
 
 fn view_mut(values: &mut [f32], shape: [usize; 4]) -> Result<TensorMut<'_, f32>, Error> {
@@ -64,8 +65,9 @@ fn alone(job: &Job, whole: &Tensors<f32>) -> Result<Found<f32>, Error> {
         let (mut dq, mut dk) = (view_mut(dq, whole.shapes[0])?, view_mut(dk, whole.shapes[1])?);
         let mut dv = view_mut(dv, whole.shapes[2])?;
         let dsinks = Some(to.dsinks.as_mut_slice()).filter(|dsinks| !dsinks.is_empty());
-        let given = given(true);
-        tiled::backward_extras(options, problem, given, &inputs, &mut dq, &mut dk, &mut dv, dsinks)?;
+        let to_arrays = job.has_arrays().then_some(&mut to.darrays);
+        let (given, dq, dk, dv) = (given(true), &mut dq, &mut dk, &mut dv);
+        tiled::backward_program(options, problem, given, &inputs, dq, dk, dv, dsinks, to_arrays)?;
     }
     Ok(to)
 }
@@ -74,7 +76,7 @@ fn alone(job: &Job, whole: &Tensors<f32>) -> Result<Found<f32>, Error> {
 fn passes(
     own: &mut HostAttention<MemoryTransport>,
     tensors: &Tensors<f32>,
-    backward: bool,
+    (backward, has_arrays): (bool, bool),
 ) -> Result<Found<f32>, Error> {
     let program = tensors.inputs().map_err(CpuError::from)?;
     let given = |backward: bool| tensors.arguments(program.as_ref(), backward);
@@ -94,7 +96,8 @@ fn passes(
         let (mut dq, mut dk) = (view_mut(dq, tensors.shapes[0])?, view_mut(dk, tensors.shapes[1])?);
         let mut dv = view_mut(dv, tensors.shapes[2])?;
         let dsinks = Some(to.dsinks.as_mut_slice()).filter(|dsinks| !dsinks.is_empty());
-        own.backward(&inputs, [&mut dq, &mut dk, &mut dv], dsinks, given(true))?;
+        let to_arrays = has_arrays.then_some(&mut to.darrays);
+        own.backward_program(&inputs, [&mut dq, &mut dk, &mut dv], dsinks, to_arrays, given(true))?;
     }
     Ok(to)
 }
@@ -114,7 +117,7 @@ fn answers(number: usize, job: &Job, world: usize, deadline: Duration) -> Result
             let found = repeated(job.repeat, &mut answer, |seed| {
                 let Some(given) = own.take() else { unreachable!("given back below") };
                 let order = if seed == 1 { Order::Listed } else { Order::Seeded(seed as u64) };
-                passes(own.insert(given.with_order(order)), &mine, job.backward)
+                passes(own.insert(given.with_order(order)), &mine, (job.backward, job.has_arrays()))
             })?;
             found.judge(&whole.rows_of(&one, &plan, rank), &mut answer);
             Ok(())
@@ -176,7 +179,7 @@ fn ends(job: &Job, args: &RunArgs) -> anyhow::Result<bool> {
         let said = MemoryTransport::run(world, &options, |transport| {
             let mut own = HostAttention::new(&plan, transport)?;
             let mine = whole.of_rank(job, &plan, own.rank());
-            passes(&mut own, &mine, job.backward)?;
+            passes(&mut own, &mine, (job.backward, job.has_arrays()))?;
             // Who needs nothing more of it learns of it here.
             own.transport().agree("the end")
         });

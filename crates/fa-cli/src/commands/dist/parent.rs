@@ -218,6 +218,7 @@ pub(super) fn judge(job: &Job, found: &[Answer], json: bool) -> anyhow::Result<b
         !answer.errors.is_empty() && answer.errors.iter().all(|error| *error <= near(job.problem.types.q))
     };
     let dsinks = sinks_error(found);
+    let darrays = job.has_arrays().then(|| (4..8).map(largest).fold(0.0, f64::max));
     let is_near = |answer: &Answer| is_near(answer) && dsinks.is_none_or(|error| error <= 0.02);
     let passed = found.iter().all(is_near) && differs.is_none() && (same || !job.same_bits);
     if json {
@@ -228,7 +229,7 @@ pub(super) fn judge(job: &Job, found: &[Answer], json: bool) -> anyhow::Result<b
         runs = format!("rank {rank} differs in {what}");
     }
     line(&format!(
-        "{} {:<28} {:<8} bits of one: {:<5} {runs}, O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}{}",
+        "{} {:<28} {:<8} bits of one: {:<5} {runs}, O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}{}{}",
         if passed { "pass" } else { "FAIL" },
         shape(job),
         job.scheme.name(),
@@ -238,6 +239,7 @@ pub(super) fn judge(job: &Job, found: &[Answer], json: bool) -> anyhow::Result<b
         largest(2),
         largest(3),
         dsinks.map_or_else(String::new, |error| format!(" dsinks {error:.1e}")),
+        darrays.map_or_else(String::new, |error| format!(" arrays {error:.1e}")),
     ))?;
     for (variant, text) in found.iter().filter_map(|answer| answer.error.as_ref()) {
         line(&format!("     {variant}: {text}"))?;

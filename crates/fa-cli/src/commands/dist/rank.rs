@@ -12,7 +12,7 @@ use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
 use fa_dist::cost::{Link, Machine, Times, predict, staged};
 use fa_dist::{Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, one_gpu};
-use fa_kernels::cudarc::driver::CudaStream;
+use fa_kernels::cudarc::driver::{CudaSlice, CudaStream};
 use half::bf16;
 
 use super::found::{Found, repeated};
@@ -91,6 +91,10 @@ fn upload(
     let mut forward = DeviceForward::upload(stream, &host.problem, workspace, [&q, &k, &v], placement)?;
     let program = host.inputs().map_err(CpuError::from)?;
     forward.extras = DeviceExtras::upload(stream, host.arguments(program.as_ref(), true))?;
+    let whole = host.problem.score.program.filter(|_| gradients);
+    if let (Some(program), Some(own)) = (whole, &mut forward.extras.program) {
+        own.want_gradients(stream, &program)?;
+    }
     let backward = match (gradients, bound) {
         (false, _) => None,
         (true, Some((_, Some(Bound::Backward(bound))))) => {
@@ -138,7 +142,8 @@ fn on_codes(
         attention.rank().wait(stream)?;
     }
     let output = tensors.read(stream)?;
-    Ok(Found { out: output.out, lse: output.lse, gradients: Vec::new(), dsinks: Vec::new() })
+    let (gradients, dsinks, darrays) = (Vec::new(), Vec::new(), Vec::new());
+    Ok(Found { out: output.out, lse: output.lse, gradients, dsinks, darrays })
 }
 
 /// A job's plan on a GPU, and the kernels of one GPU that computes the same.
@@ -325,25 +330,40 @@ fn run(
     attention.rank().wait(stream)?;
     if let Some(backward) = &mut mine.backward {
         backward.poison(stream)?;
+        for room in arrays(&mut mine.forward) {
+            let poison = vec![f32::NAN; room.len()];
+            let copied = stream.memcpy_htod(&poison, room);
+            copied.map_err(|source| fa_kernels::Error::Driver { doing: "copying to the GPU", source })?;
+        }
         attention.backward(&mine.forward, backward, stream)?;
         attention.rank().wait(stream)?;
     }
     read(mine, stream)
 }
 
+/// The gradients of arrays.
+fn arrays(forward: &mut DeviceForward<bf16>) -> impl Iterator<Item = &mut CudaSlice<f32>> {
+    forward.extras.program.iter_mut().flat_map(|own| own.gradients.iter_mut().flatten())
+}
+
 /// What is on the GPU.
 fn read(tensors: &OnGpu, stream: &Arc<CudaStream>) -> Result<Found<bf16>, Error> {
     let output = tensors.forward.read(stream)?;
-    let (mut gradients, mut dsinks) = (Vec::new(), Vec::new());
+    let (mut gradients, mut dsinks, mut darrays) = (Vec::new(), Vec::new(), Vec::new());
     if let Some(backward) = &tensors.backward {
+        let read = |own: &CudaSlice<f32>| -> Result<Vec<f32>, Error> {
+            let copied = stream.clone_dtoh(own);
+            let doing = "copying from the GPU";
+            Ok(copied.map_err(|source| fa_kernels::Error::Driver { doing, source })?)
+        };
         gradients.extend(backward.read(stream)?.values);
         if let Some(own) = &backward.dsinks {
-            let doing = "copying from the GPU";
-            let copied = stream.clone_dtoh(own);
-            dsinks = copied.map_err(|source| fa_kernels::Error::Driver { doing, source })?;
+            dsinks = read(own)?;
         }
+        let arrays = tensors.forward.extras.program.iter().flat_map(|own| own.gradients.iter().flatten());
+        darrays = arrays.map(read).collect::<Result<_, Error>>()?;
     }
-    Ok(Found { out: output.out, lse: output.lse, gradients, dsinks })
+    Ok(Found { out: output.out, lse: output.lse, gradients, dsinks, darrays })
 }
 
 fn run_alone(tensors: &mut OnGpu, bound: &Bound, backward: Option<&Bound>, gpu: &Gpu) -> Result<(), Error> {

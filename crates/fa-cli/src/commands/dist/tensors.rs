@@ -169,6 +169,7 @@ impl<T: Element> Tensors<T> {
             lse: scattered(own[3], &one.lse, [batch * heads, rows, 1, 1]),
             gradients: one.gradients.iter().enumerate().map(|(i, values)| of(i, values)).collect(),
             dsinks: one.dsinks.clone(),
+            darrays: one.darrays.clone(),
         }
     }
 
