@@ -67,13 +67,15 @@ fn parts_of_a_group_have_its_head() {
 #[test]
 #[ignore = "emulation"]
 fn programs_are_right_in_wide_heads_of_varied_lengths() {
-    check([(0, 1), (1, 5), (2, 3), (3, 6), (4, 7)].into_iter().enumerate().map(|(turn, (kernel, program))| {
-        let (mask, program) = PROGRAMS[program];
-        let mut own = of(kernel, mask, program);
-        own.reads = Reads { varied: true, paged: turn % 2 == 0 };
-        own.split = turn > 2;
-        own
-    }));
+    check([(0, 1), (1, 5), (2, 3), (3, 6), (4, 7)].into_iter().enumerate().map(
+        |(turn, (kernel, program))| {
+            let (mask, program) = PROGRAMS[program];
+            let mut own = of(kernel, mask, program);
+            own.reads = Reads { varied: true, paged: turn % 2 == 0 };
+            own.split = turn > 2;
+            own
+        },
+    ));
 }
 
 #[test]

@@ -67,7 +67,8 @@ pub(super) fn wide_programs(repeat: usize) -> Vec<Case> {
     cases.push(of(4, "dropout beside a cap", dropped(capped(ScoreMod::NONE), 3), Mask::CAUSAL));
 
     let tokens = |queries| Lengths::uniform(2, queries, 300);
-    for (turn, (index, heads)) in [(0, (128, 1)), (1, (16, 1)), (8, (128, 1)), (12, (64, 1))].into_iter().enumerate()
+    for (turn, (index, heads)) in
+        [(0, (128, 1)), (1, (16, 1)), (8, (128, 1)), (12, (64, 1))].into_iter().enumerate()
     {
         let (what, own) = changed_by(index);
         let problem = latent(turn, heads, own).with_lengths(tokens(1 + turn));

@@ -81,16 +81,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {
     } else {
         SetMaxNReg::with_lengths(2, spec.reads.varied)
     };
-    Registers {
-        s,
-        p,
-        o,
-        q: 0,
-        other,
-        total: s + p + o + other,
-        limit: split.mma,
-        setmaxnreg: Some(split),
-    }
+    Registers { s, p, o, q: 0, other, total: s + p + o + other, limit: split.mma, setmaxnreg: Some(split) }
 }
 
 #[cfg(test)]
