@@ -1,5 +1,5 @@
-//! Masks, changes of scores and dropout of the caller's own in the forward for wide heads: its steps, with and
-//! without overlap, latents, parts of a group's heads, lengths on the device, pages and splits.
+//! Masks, changes of scores and dropout of the caller's own in the forward for wide heads: its steps, with
+//! and without overlap, latents, parts of a group's heads, lengths on the device, pages and splits.
 
 use fa_core::{KernelSpec, Reads};
 use fa_emu::sweep::Trials;

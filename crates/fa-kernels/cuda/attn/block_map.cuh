@@ -112,8 +112,8 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
             state = kTileOpen;
             if constexpr (!Mods::kMaskReadsPairs) {
                 const int end = min((n_block + 1) * R.tile_n, seqlen.k());
-                state = proven_state(params, group, seqlen.q(), seqlen.k(), batch, head, map.head_group, first,
-                                     last, n_block * R.tile_n, end - 1);
+                state = proven_state(params, group, seqlen.q(), seqlen.k(), batch, head, map.head_group,
+                                     first, last, n_block * R.tile_n, end - 1);
             }
         }
         states[n_block] = state;

@@ -1,5 +1,5 @@
-//! Masks and changes of scores of the caller's own in heads of more than 256 columns, and of latents: forwards
-//! alone, as no kernel computes their gradients.
+//! Masks and changes of scores of the caller's own in heads of more than 256 columns, and of latents:
+//! forwards alone, as no kernel computes their gradients.
 
 use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod, Types};
 

@@ -395,7 +395,8 @@ fn loads_are_shared_where_rows_begin_between_sectors() {
     }
 }
 
-/// Of heads of more than 256 columns and of latents the leader has room for what a program reads; dropout is one.
+/// Of heads of more than 256 columns and of latents the leader has room for what a program reads, dropout's
+/// bits as well.
 #[test]
 fn wide_heads_and_latents_take_programs() {
     let latent = BASE.with_head_dims(576, 512).with_heads(128, 1).with_latent(true);
