@@ -23,6 +23,7 @@ mod serving;
 mod small;
 pub mod soak;
 mod varied;
+mod wide;
 
 pub(crate) use codes::codes;
 pub(crate) use fp8::fp8;

@@ -35,7 +35,7 @@ fn the_bits_are_those_of_the_cpu() {
 
 /// Dropout alone, whose bits are read by eights, beside a mask and a bias with a gradient, and beside a
 /// change that has a slope.
-const WEIGHTS: [(&str, &str); 3] = [
+pub(crate) const WEIGHTS: [(&str, &str); 3] = [
     ("full", "array fa_kept: bits[_, _, _, _]; weight = select(fa_kept[b, h, q, k], 1.25, 0.0);"),
     (
         "causal",

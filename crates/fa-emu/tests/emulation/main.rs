@@ -26,6 +26,7 @@ mod varied_faults;
 mod varied_sm80;
 mod whole_keys;
 mod wide;
+mod wide_programs;
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -12,7 +12,7 @@ use crate::emulator;
 use crate::mods::KERNELS;
 
 /// A program, and the mask that it is combined with.
-const PROGRAMS: [(&str, &str); 9] = [
+pub(crate) const PROGRAMS: [(&str, &str); 9] = [
     ("full", "mask = (q - k) % 4 == 0 or k < 3;"),
     (
         "causal",
@@ -44,8 +44,19 @@ const PROGRAMS: [(&str, &str); 9] = [
 ];
 
 fn spec(kernel: &str, mask: &str, program: &str) -> KernelSpec {
+    spec_of((64, 64), kernel, mask, program)
+}
+
+/// A kernel of these tile extents of the head dims.
+pub(crate) fn spec_of(
+    (head_dim, head_dim_v): (u32, u32),
+    kernel: &str,
+    mask: &str,
+    program: &str,
+) -> KernelSpec {
     let text = format!(
-        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: false, kernel: {kernel})"
+        "(dtype: bf16, head_dim: {head_dim}, head_dim_v: {head_dim_v}, mask: {mask}, softcap: false, kernel: \
+         {kernel})"
     );
     let mut spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let program = Program::parse(program).unwrap_or_else(|error| panic!("{program}: {error}"));

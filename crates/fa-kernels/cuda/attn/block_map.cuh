@@ -21,6 +21,7 @@ struct MapRules {
     bool varied, backward;
     bool last_keys_first;  // the order in which tiles of keys add to dQ
     int tile_words;        // of bits
+    int head_parts = 1;    // of a group's heads, which count as groups
 };
 
 // States of tiles until they are listed. Of an open one nothing is known yet.
@@ -39,13 +40,13 @@ __device__ __forceinline__ int warp_sum_before(int x, int lane) {
 // The state of the tile of queries [first, last] and keys [first_key, last_key] for the query heads
 // [head, head + heads), by ranges of values: kTileOpen where they prove neither. By one thread.
 template <class Params>
-__device__ __forceinline__ u32 proven_state(const Params& params, int queries, int keys, int batch, int head,
-                                            int heads, int first, int last, int first_key, int last_key) {
+__device__ __forceinline__ u32 proven_state(const Params& params, int group, int queries, int keys, int batch,
+                                            int head, int heads, int first, int last, int first_key,
+                                            int last_key) {
     bool seen = false, full = true;
 #pragma unroll 1
     for (int h = head; h < head + heads; ++h) {
-        const Mods mods(programs_of(params), batch, h, h / params.shape.group_size, queries, keys,
-                        keys - queries);
+        const Mods mods(programs_of(params), batch, h, h / group, queries, keys, keys - queries);
         const TileState state = mods.tile_state(first, last, first_key, last_key);
         seen = seen || state.visible;
         full = full && state.full;
@@ -56,15 +57,14 @@ __device__ __forceinline__ u32 proven_state(const Params& params, int queries, i
 // The same by looking at each pair; by a warp.
 // Pairs outside of the band do not count.
 template <MapRules R, class Visible>
-__device__ __forceinline__ u32 tile_state(const ProgramParams& programs, const ShapeParams& shape,
-                                          const Visible& visible, int batch, int head, int heads, int first,
-                                          int last, int n_block) {
+__device__ __forceinline__ u32 tile_state(const ProgramParams& programs, int group, const Visible& visible,
+                                          int batch, int head, int heads, int first, int last, int n_block) {
     const int queries = visible.seqlen.q(), keys = visible.seqlen.k();
     const int lane = lane_index();
     bool seen = false, hidden = false;
 #pragma unroll 1
     for (int h = head; h < head + heads; ++h) {
-        const Mods mods(programs, batch, h, h / shape.group_size, queries, keys, keys - queries);
+        const Mods mods(programs, batch, h, h / group, queries, keys, keys - queries);
 #pragma unroll 1
         for (int q = first; q <= last; ++q) {
             const Mods::Row row = mods.row(q);
@@ -93,6 +93,7 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
     const BlockMapParams& map = map_of(params);
     const int row = cta_index() % map.rows, slot = cta_index() / map.rows;
     const int batch = slot / map.heads, head = slot % map.heads * map.head_group;
+    const int group = params.shape.group_size * R.head_parts;
     const auto seqlen = Seqlen<R.varied>::of(params, batch);
     const Visibility<R.mask, R.varied> visible{params.shape, seqlen};
     const int first = row * tile_queries, last = min(first + tile_queries, seqlen.q()) - 1;
@@ -111,8 +112,8 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
             state = kTileOpen;
             if constexpr (!Mods::kMaskReadsPairs) {
                 const int end = min((n_block + 1) * R.tile_n, seqlen.k());
-                state = proven_state(params, seqlen.q(), seqlen.k(), batch, head, map.head_group, first, last,
-                                     n_block * R.tile_n, end - 1);
+                state = proven_state(params, group, seqlen.q(), seqlen.k(), batch, head, map.head_group,
+                                     first, last, n_block * R.tile_n, end - 1);
             }
         }
         states[n_block] = state;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
         warp_sync();
         if (!open) continue;
         const u32 state =
-            tile_state<R>(programs, params.shape, visible, batch, head, map.head_group, first, last, n_block);
+            tile_state<R>(programs, group, visible, batch, head, map.head_group, first, last, n_block);
         if (lane == 0) states[n_block] = state;
     }
     cta_sync();

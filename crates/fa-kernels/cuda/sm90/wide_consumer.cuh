@@ -6,6 +6,9 @@
 #include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/mask_bits.cuh"
+#include "attn/programs.cuh"
+#include "attn/row_place.cuh"
 #include "attn/rows.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"
@@ -142,6 +145,34 @@ struct Columns {
     }
 };
 
+// The bits of a program's mask that a thread of the leader reads.
+template <Sm90WideConfig C>
+using LeaderMaskBits = MaskBits<C.tile_n / 2, 1, mask_bit_threads(C)>;
+
+// The scores of rows `row` and `row` + 8 of a tile, and of the keys from `first_key` on, as programs see
+// them. `head` is that of the tile.
+template <Sm90WideConfig C>
+__device__ __forceinline__ auto score_place(const ShapeParams& shape, const Seqlen<C.varied>& seqlen,
+                                            int batch, int head, int row, int first_key) {
+    auto place = row_place<C.pack_gqa>(shape, seqlen, batch, head, row, first_key);
+    place.group *= C.head_parts;
+    return place;
+}
+
+// The bits of the tiles of keys that tiles of queries visit.
+template <Sm90WideConfig C>
+__device__ __forceinline__ void keep_mask_bits(const FwdParams& params) {
+    const BlockMapParams& map = map_of(params);
+    const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int own_row = 16 * (thread_index() / 32) + lane_index() / 4, own_column = 2 * (lane_index() % 4);
+    auto place_of = [&](int batch, int head, int m_block, int n_block, int) {
+        return score_place<C>(params.shape, Seqlen<C.varied>::of(params, batch), batch, head,
+                              m_block * tile_rows + own_row, n_block * C.tile_n + own_column);
+    };
+    fa::keep_mask_bits<LeaderMaskBits<C>, 1, mask_tile_words<C>(), true>(programs_of(params), map, map.rows,
+                                                                         map.columns, place_of);
+}
+
 template <Sm90WideConfig C>
 __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& params) {
     using T = Traits<C>;
@@ -153,9 +184,9 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
     const u32 address_p = smem_address(smem.p);
     TileScores<T::kCodes> scores(params);
     const ScoreMod<C.softcap> score_mod{scores.params};
-    // With ALiBi the scores are exponents already.
+    // With ALiBi and programs the scores are exponents already.
     float to_log2 = score_mod.to_log2();
-    float scale_log2 = C.alibi ? 1.f : to_log2;
+    float scale_log2 = C.alibi || kScoreProgram ? 1.f : to_log2;
     PipelineState<1> q_state;
     PipelineState<C.kv_stages> k_state;
 
@@ -225,36 +256,66 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
             scale_log2 = C.alibi ? 1.f : to_log2;
         }
 
-        // After S of tile `n_block`: releases what it read, and turns it into P.
-        auto take_s = [&](int n_block) {
+        // The scores of tile `n_block` of the keys as programs see them.
+        auto place_of = [&](int n_block) {
+            return score_place<C>(params.shape, work.seqlen, work.tile.batch, work.tile.head, row,
+                                  n_block * C.tile_n + own_column);
+        };
+        // What a program reads of the tile at place `i`, issued before the wait for its products.
+        Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
+        auto read_ahead = [&](int i) {
+            if constexpr (kScoreProgram) ahead.read(programs_of(params), place_of(work.blocks.at(i)));
+        };
+        // The bits of the mask's program, a tile before they are needed.
+        LeaderMaskBits<C> mask_bits;
+        auto read_mask_bits = [&](int i) {
+            if constexpr (kMaskProgram) {
+                if (i < work.range.begin) return;
+                const BlockMapParams& map = map_of(params);
+                mask_bits.read(map, work.blocks.words(), map.columns, work.blocks.count() - 1 - i,
+                               work.blocks.full(i), thread_index() - 128);
+            }
+        };
+
+        // After S of the tile at place `i`: releases what it read, and turns it into P.
+        auto take_s = [&](int i) {
             // Latents are still to be multiplied by P.
             if constexpr (!C.latent) smem.k_bars.release(k_state, own.elected);
             k_state.advance();
-            if (n_block == work.range.begin) smem.q_bars.release(q_state, own.elected);
-            const int first_key = n_block * C.tile_n + own_column;
+            if (i == work.range.begin) smem.q_bars.release(q_state, own.elected);
+            const int n_block = work.blocks.at(i), first_key = n_block * C.tile_n + own_column;
             score_mod.apply(s);
             alibi.apply(s, to_log2, first_key);
+            if constexpr (kScoreProgram) to_exponents(s, params, scores.params, place_of(n_block), ahead);
+            if constexpr (kMaskProgram) {
+                mask_bits.hide(s, 0, programs_of(params), place_of(n_block));
+                read_mask_bits(i - 1);
+            }
             if (work.range.needs_mask(n_block))
                 mask_tile(s, visible, [&](int r) { return rows.query(row + 8 * r); }, first_key);
             softmax.template step<false>(s, scale_log2, rescale);
+            if constexpr (weighs()) weigh(s, params, place_of(n_block));
         };
 
         bool accumulate = false;
-        int n_block = work.range.end - 1;
+        int i = work.range.end - 1;
+        read_mask_bits(i);
         smem.q_bars.wait_full(q_state);
         if constexpr (C.overlap) {
             // The softmax runs under this tile's P V, which follows the next tile's S.
             issue_s();
+            read_ahead(i);
             wgmma::wait<0>();
-            take_s(n_block);
+            take_s(i);
             give_p(rescale);
 #pragma unroll 1
-            while (--n_block >= work.range.begin) {
+            while (--i >= work.range.begin) {
                 issue_s();
                 if (accumulate) own.rescale(o, rescale);
                 issue_pv(accumulate);
+                read_ahead(i);
                 wgmma::wait<1>();
-                take_s(n_block);
+                take_s(i);
                 // ptxas would move the wait ahead of the softmax, but for a branch on the sums (never taken:
                 // P is not negative).
                 if (softmax.sum[0] + softmax.sum[1] < 0.f) pause();
@@ -267,10 +328,11 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
             own.finish();
         } else {
 #pragma unroll 1
-            for (; n_block >= work.range.begin; --n_block) {
+            for (; i >= work.range.begin; --i) {
                 issue_s();
+                read_ahead(i);
                 wgmma::wait<0>();
-                take_s(n_block);
+                take_s(i);
                 give_p(rescale);
                 if (accumulate) own.rescale(o, rescale);
                 issue_pv(accumulate);
@@ -286,6 +348,7 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, work.tile.head, factor, lse);
         }
+        if constexpr (kScoreProgram) softmax.keep_lowest(lse);
         if constexpr (T::kCodes) {
             if (!is_scaled) descale_rows(params, work.tile.batch, work.kv_head(params), factor);
         }
@@ -316,7 +379,7 @@ __device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& 
         float factor[2];
         bool accumulate = false;
 #pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+        for (int i = work.range.end - 1; i >= work.range.begin; --i) {
             receive(factor);
             if (accumulate) own.rescale(o, factor);
             own.issue(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {

@@ -1,5 +1,6 @@
 // The layout of the SM90 forward for wide heads: tiles, wgmma shapes, registers, roles and shared memory.
 #pragma once
+#include "attn/programs.cuh"
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
@@ -26,7 +27,7 @@ struct Traits {
 
     // K and V are codes, which four warps copy to stages of their own and convert (wide_codes.cuh).
     static constexpr bool kCodes = is_code(C.kv_dtype);
-    static_assert(!kCodes || !C.gather);
+    static_assert(!kCodes || (!C.gather && !kMaskProgram && !kScoreProgram && !weighs()));
 
     // Two warpgroups share the columns of O: the leader also computes S and P, the follower only its columns.
     static constexpr int kThreads = 256;               // of both

@@ -96,8 +96,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     const VarlenParams& varlen = params.varlen;
     for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
         const int kv_head = work.kv_head(params);
-        auto load_k = [&](int n_block) {
-            const int key = n_block * C.tile_n, stage = state.stage;
+        auto load_k = [&](int i) {
+            const int key = work.blocks.at(i) * C.tile_n, stage = state.stage;
             smem.k_bars.acquire(state, T::K::kBytes);
             Mbarrier& full = smem.k_bars.full[stage];
             state.advance();
@@ -111,25 +111,25 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 load_keys<C, typename T::K>(smem.k[stage], map_k, varlen.tma_k, full, work, kv_head, key);
             }
         };
-        auto load_v = [&](int n_block) {
+        auto load_v = [&](int i) {
             if constexpr (!C.latent) {
                 const int stage = v_state.stage;
                 smem.v_bars.acquire(v_state, T::V::kBytes);
                 v_state.advance();
                 load_keys<C, typename T::V>(smem.v.tiles[stage], map_v, varlen.tma_v, smem.v_bars.full[stage],
-                                            work, kv_head, n_block * C.tile_n);
+                                            work, kv_head, work.blocks.at(i) * C.tile_n);
             }
         };
         // In the order in which the buffers become free: a stage before the previous work tile's last S has
         // read Q, and with overlap that of the next K before that of V.
-        int n_block = work.range.end - 1;
-        load_k(n_block);
+        int i = work.range.end - 1;
+        load_k(i);
         load_q<C>(smem, params, map_q, q_state, work);
-        if constexpr (!C.overlap) load_v(n_block);
+        if constexpr (!C.overlap) load_v(i);
 #pragma unroll 1
-        while (--n_block >= work.range.begin) {
-            load_k(n_block);
-            load_v(n_block + C.overlap);
+        while (--i >= work.range.begin) {
+            load_k(i);
+            load_v(i + C.overlap);
         }
         if constexpr (C.overlap) load_v(work.range.begin);
     });

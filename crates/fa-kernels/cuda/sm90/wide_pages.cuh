@@ -45,11 +45,12 @@ __device__ __forceinline__ void load_boxes(SharedStorage<C>& smem, const FwdPara
         if ((C.latent || Values) && leads) load_q<C>(smem, params, map_q, q_state, work);
         const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(),
                                        work.kv_head(params), 0};
-        int entry = keys.entry_of(work.range.end - 1);
+        int entry = keys.entry_of(work.blocks.at(work.range.end - 1));
 #pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+        for (int i = work.range.end - 1; i >= work.range.begin; --i) {
+            const int n_block = work.blocks.at(i);
             // In flight while the warp waits for a stage.
-            const int before = keys.entry_of(max(n_block - 1, work.range.begin));
+            const int before = keys.entry_of(work.blocks.at(max(i - 1, work.range.begin)));
             u8* const dst = (Values ? smem.values() : smem.k[0]) + state.stage * Tile::kBytes;
             bars.wait_empty(state);
             // No lane may start the next phase before all lanes have seen the previous one end. Boxes may
@@ -135,11 +136,13 @@ __device__ __forceinline__ void copy_rows(SharedStorage<C>& smem, const FwdParam
     for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
         if (loads_q) load_q<C>(smem, params, map_q, q_state, work);
         const Keys keys{varlen, varlen.tma_v, work.table(params), work.seqlen.k(), 0, Keys::own_lookup()};
-        typename Keys::Entries entries = keys.entries_of(work.range.end - 1);
+        typename Keys::Entries entries = keys.entries_of(work.blocks.at(work.range.end - 1));
 #pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+        for (int i = work.range.end - 1; i >= work.range.begin; --i) {
+            const int n_block = work.blocks.at(i);
             // In flight while this tile is copied.
-            const typename Keys::Entries before = keys.entries_of(max(n_block - 1, work.range.begin));
+            const typename Keys::Entries before =
+                keys.entries_of(work.blocks.at(max(i - 1, work.range.begin)));
             bars.wait_empty(state);
             u8* const k = smem.k[state.stage];
             if constexpr (C.latent) {

@@ -1,6 +1,7 @@
 // The work tiles of a CTA of the SM90 forward for wide heads, and the tiles of keys that each of them visits.
 // Every role computes them by itself.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
@@ -9,6 +10,13 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/thread.cuh"
+
+namespace fa {
+
+// Of the leader alone, which has the scores.
+constexpr int mask_bit_threads(const Sm90WideConfig&) { return 128; }
+
+}  // namespace fa
 
 namespace fa::wide {
 
@@ -22,14 +30,17 @@ template <Sm90WideConfig C>
 struct QueryTile {
     WorkTile tile;
     Seqlen<C.varied> seqlen;
-    BlockRange range;  // tiles of keys, visited from the last to the first
+    [[no_unique_address]] Blocks blocks;
+    BlockRange range;  // tiles of keys, by their places among the blocks, visited from the last to the first
 
     __device__ __forceinline__ QueryTile(const FwdParams& params, int index)
         : tile(work_tile_at<C.tile_order, C.varied, C.split, C.own_plan>(params, index,
                                                                          tile_heads<C>(params))),
-          seqlen(Seqlen<C.varied>::of(params, tile.batch)) {
+          seqlen(Seqlen<C.varied>::of(params, tile.batch)),
+          blocks(key_list<mask_tile_words<C>()>(params, tile.batch, tile.head, tile.m_block)) {
         const QueryEnds queries(seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
         range = key_blocks<C.tile_n>(visible(params), queries.first, queries.last);
+        if constexpr (kMaskProgram) range = blocks.within(range);
         if constexpr (C.split) range = part_of(range, tile.split, tile.splits);
     }
 

@@ -107,11 +107,9 @@ pub(crate) fn mask_bits_threads(spec: &KernelSpec) -> Option<u32> {
     }
     match spec.kernel {
         Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Some(spec.threads() - 128),
-        Kernel::Sm80Fwd(_)
-        | Kernel::Sm80Bwd(_)
-        | Kernel::Sm90FwdFp8(_)
-        | Kernel::Sm90Wide(_)
-        | Kernel::Sm100Fwd(_) => None,
+        // Of its consumers one has the scores.
+        Kernel::Sm90Wide(_) => Some(128),
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm100Fwd(_) => None,
     }
 }
 
@@ -417,6 +415,11 @@ fn shared_program(spec: &KernelSpec, header: &str, parts: &[String]) -> String {
     text
 }
 
+/// Whether two warpgroups share the columns of O.
+fn is_wide(spec: &KernelSpec) -> bool {
+    matches!(spec.kernel, Kernel::Sm90Wide(_))
+}
+
 /// The header of [`PLAN`].
 fn plan_header(spec: &KernelSpec) -> &'static str {
     if spec.kernel.is_backward() { "plan" } else { "plan_few" }
@@ -435,7 +438,7 @@ fn plan_rules(spec: &KernelSpec) -> String {
          == {PLAN_CTAS});\n\n",
         spec.traits().packs_gqa,
         plans_in_clusters(spec),
-        matches!(spec.kernel, Kernel::Sm90Wide(_))
+        is_wide(spec)
     )
 }
 
@@ -485,7 +488,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let name = spec.kernel.name();
     // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
     let header = format!("{}.cuh", name.replacen('_', "/", 1));
-    let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
+    let Traits { blocks_per_sm, cluster, tensor_maps, head_parts, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = pass_params(spec);
     let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
@@ -567,10 +570,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
         } else {
             (format!("tile_queries<{packs}, config.tile_m>(params)"), "false")
         };
+        let parts = if head_parts > 1 { format!(", {head_parts}") } else { String::new() };
         let _ = writeln!(
             text,
             "\nconstexpr MapRules map_rules{{config.mask, config.tile_n, config.varied, {backward}, \
-             {last_first}, mask_tile_words<config>()}};"
+             {last_first}, mask_tile_words<config>(){parts}}};"
         );
         let of_params = format!("static_cast<const {params}&>(params)");
         let map = format!("map_blocks<map_rules>({of_params}, {queries})");
@@ -584,7 +588,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
             ));
         }
         if let Some(threads) = mask_bits_threads(spec) {
-            let function = format!("sm90::keep_mask_bits<config>({of_params})");
+            let folder = if is_wide(spec) { "wide" } else { "sm90" };
+            let function = format!("{folder}::keep_mask_bits<config>({of_params})");
             text.push_str(&call(MASK_BITS, threads, &all_params, function));
         }
     }

@@ -49,7 +49,7 @@ impl Launches {
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
         let own_plan = 4 * params.plan.own_ints as usize;
-        let map = BlockMap::of(spec, problem)?;
+        let map = BlockMap::of(spec, &tiled)?;
         let workspace = Workspace::forward(ForwardParts {
             draws_tiles,
             plan: if own_plan > 0 { own_plan.saturating_mul(work.ctas) } else { plan_bytes },

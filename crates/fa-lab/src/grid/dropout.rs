@@ -1,21 +1,16 @@
 //! Dropout: alone, beside masks, biases with gradients, caps and ALiBi, in both passes.
 
-use fa_core::program::Program;
 use fa_core::{Alibi, Dropout, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 
 use super::case::{Action, BASE, Case, DTYPES, case, case_of};
+use super::programs::score;
 use crate::sequences::{Ragged, Sequences};
 
 /// Dropout of some scores, with bits that differ from turn to turn.
-fn dropped(score: ScoreMod, turn: usize) -> ScoreMod {
+pub(super) fn dropped(score: ScoreMod, turn: usize) -> ScoreMod {
     let p = [0.1, 0.5, 0.2][turn % 3];
     let made = Dropout::new(p, 0x0123_4567_89ab_cdef ^ turn as u64, 40 * turn as u64);
     made.and_then(|dropout| dropout.of(score)).expect("the grid's probabilities are probabilities")
-}
-
-fn own(text: &str) -> ScoreMod {
-    let program = Program::parse(text).ok().and_then(|program| program.intern().ok());
-    ScoreMod::NONE.with_program(Some(program.expect("the grid's programs are programs")))
 }
 
 /// What joins it, and the mask. Gradients of arrays are a backward's.
@@ -26,8 +21,8 @@ fn scores(gradient: &str) -> [(&'static str, ScoreMod, Mask); 6] {
         ("alone", ScoreMod::NONE, Mask::FULL),
         ("causal", ScoreMod::NONE, Mask::CAUSAL),
         ("window", ScoreMod::NONE, Mask::window(90, 0)),
-        ("bias", own(&bias), Mask::FULL),
-        ("cap", own("scalar c: f32; score = c * tanh(s / c);"), Mask::CAUSAL),
+        ("bias", score(&bias), Mask::FULL),
+        ("cap", score("scalar c: f32; score = c * tanh(s / c);"), Mask::CAUSAL),
         ("softcap", ScoreMod::softcap(20.0).with_alibi(Some(Alibi::PerHead)), Mask::CAUSAL),
     ]
 }

@@ -8,6 +8,7 @@ use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
 use super::dropout::dropout_gradients;
 use super::library::library;
 use super::programs::{LOWEST_ROWS, array_gradients};
+use super::wide::WIDE_PROGRAMS;
 
 /// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads for
 /// long sequences and fewer columns for the longest, where the oracle takes seconds for the gradients of a
@@ -20,7 +21,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases: Vec<Case> = library(extent, repeat)
         .into_iter()
         .filter(|case| case.action == Action::Once && case.values != Values::Lowest)
-        .filter(|case| case.what != LOWEST_ROWS)
+        .filter(|case| case.what != LOWEST_ROWS && case.group != WIDE_PROGRAMS)
         .filter(|case| case.problem.check_pass(Pass::BACKWARD).is_ok())
         .enumerate()
         .map(|(index, mut case)| {

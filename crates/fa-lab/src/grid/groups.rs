@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 30] = [
+pub const GROUPS: [&str; 31] = [
     "shapes",
     "padded",
     "heads",
@@ -25,6 +25,7 @@ pub const GROUPS: [&str; 30] = [
     "mixed",
     "known",
     "programs",
+    "wide programs",
     "dropout",
     "fp8",
     "codes",

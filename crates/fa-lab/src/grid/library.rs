@@ -8,6 +8,7 @@ use super::codes::codes;
 use super::dropout::dropout;
 use super::fp8::fp8;
 use super::programs::programs;
+use super::wide::wide_programs;
 
 /// The cases of the library's own choice of kernel.
 pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
@@ -24,6 +25,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(actions(repeat));
     cases.extend(programs(repeat));
     cases.extend(dropout(repeat));
+    cases.extend(wide_programs(repeat));
     cases.extend(fp8(repeat));
     cases.extend(codes(extent, repeat));
     cases

@@ -8,7 +8,7 @@ use super::paged::pages_of;
 use crate::sequences::{Ragged, Sequences};
 
 /// What it is, its text, and whether the causal mask joins it.
-const PROGRAMS: [(&str, &str, bool); 18] = [
+pub(super) const PROGRAMS: [(&str, &str, bool); 18] = [
     (
         "rows",
         "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
@@ -42,14 +42,15 @@ const PROGRAMS: [(&str, &str, bool); 18] = [
 /// Rows of nothing but the lowest number, by a program with rows, with pairs, and one that is not additive.
 /// Their gradients are not defined, as those of [`super::case::Values::Lowest`].
 pub(super) const LOWEST_ROWS: &str = "lowest rows";
-const LOWEST: [&str; 3] = [
+pub(super) const LOWEST: [&str; 3] = [
     "score = s + select(q % 5 == 3, -3.4028235e38, 0.0);",
     "array bias: f32[_, _]; score = s + select(q % 5 == 3, -3.4028235e38, select(k % 7 == 2, -inf, \
      bias[q, k]));",
     "score = select(q % 5 == 3, -3.4028235e38, select(k % 7 == 2, -inf, tanh(s)));",
 ];
 
-fn score(text: &str) -> ScoreMod {
+/// The change of scores of a text.
+pub(super) fn score(text: &str) -> ScoreMod {
     let program = Program::parse(text).ok().and_then(|program| program.intern().ok());
     ScoreMod::NONE.with_program(Some(program.expect("the grid's programs are programs")))
 }

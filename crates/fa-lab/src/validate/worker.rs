@@ -164,7 +164,7 @@ fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
 fn may_be_refused(case: &Case) -> bool {
     let Problem { latent, head_dim, types, .. } = case.problem;
     match case.group {
-        "fp8" => true,
+        "fp8" | "wide programs" => true,
         "soak" => types.is_fp8(),
         "sanitize" => latent || head_dim > WHOLE_ROW_HEAD_DIM as usize,
         group => is_serving(group),

@@ -394,3 +394,28 @@ fn loads_are_shared_where_rows_begin_between_sectors() {
         assert_eq!(best.spec.traits().cluster, cluster, "{batch} x {seqlen}, {head_dim}: {}", best.spec);
     }
 }
+
+/// Of heads of more than 256 columns and of latents the leader has room for what a program reads, dropout's
+/// bits as well.
+#[test]
+fn wide_heads_and_latents_take_programs() {
+    let latent = BASE.with_head_dims(576, 512).with_heads(128, 1).with_latent(true);
+    let latent = latent.with_softmax_scale(Some(0.07)).with_lengths(Lengths::uniform(64, 1, 4096));
+    for problem in [BASE.with_head_dims(512, 512), BASE.with_head_dims(320, 256), latent] {
+        for text in [
+            "array first: i32[_, _]; mask = first[h, q] <= k;",
+            "array t: f32[_, _, _, _]; score = s + t[b, h, q, k];",
+            "array t: f16[_, _]; mask = (q + k) % 3 != 0; score = tanh(s) * t[h, q - k + off];",
+            "array fa_kept: bits[_, _, _, _]; weight = select(fa_kept[b, h, q, k], 1.25, 0.0);",
+        ] {
+            let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+            let own = problem.with_score(ScoreMod::NONE.with_program(Some(program)));
+            let plans = plan(&own, Arch::Sm90, &PlanOptions::default()).expect("plans");
+            for plan in plans {
+                assert!(matches!(plan.spec.kernel, Kernel::Sm90Wide(_)), "{}", plan.spec);
+                assert_eq!(plan.spec.score.program, Some(program));
+                assert!(plan.regs.total <= plan.regs.limit, "{}: {:?}", plan.spec, plan.regs);
+            }
+        }
+    }
+}

@@ -53,12 +53,27 @@ const CODE_ALIGN: u32 = 128;
 /// and one product after the other.
 const OVERHEAD: u32 = 28;
 
+/// Registers of addresses beside what a program reads ahead.
+const ADDRESSES: u32 = 4;
+
+/// Registers of what a program reads before the scores are there, in addition to those of P: with products
+/// one after the other P is made when they are used up.
+fn ahead(spec: &KernelSpec, kernel: &Sm90Wide, p: u32) -> u32 {
+    let Some(ahead) = spec.score.program.and_then(|program| program.ahead()) else { return 0 };
+    match ahead.registers(kernel.tile_n / 2, kernel.pack_gqa) {
+        0 => 0,
+        words if kernel.overlap => words + ADDRESSES,
+        words => (words + ADDRESSES).saturating_sub(p),
+    }
+}
+
 /// The head dim by which registers are split where producers convert codes: all here are wide.
 const WIDE: u32 = 256;
 
 /// Predicted registers of a thread of the leader, which holds S and P beside its half of O's columns.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {
     let (s, p, o) = (kernel.tile_n / 2, kernel.tile_n / 4, spec.head_dim_v / 4);
+    let other = OVERHEAD + ahead(spec, kernel, p);
     let split = if spec.reads_codes() {
         SetMaxNReg::with_codes(2, WIDE)
     } else if kernel.gather {
@@ -66,16 +81,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {
     } else {
         SetMaxNReg::with_lengths(2, spec.reads.varied)
     };
-    Registers {
-        s,
-        p,
-        o,
-        q: 0,
-        other: OVERHEAD,
-        total: s + p + o + OVERHEAD,
-        limit: split.mma,
-        setmaxnreg: Some(split),
-    }
+    Registers { s, p, o, q: 0, other, total: s + p + o + other, limit: split.mma, setmaxnreg: Some(split) }
 }
 
 #[cfg(test)]
@@ -111,6 +117,14 @@ mod tests {
         let limit = Arch::Sm90.limits().smem_per_block;
         assert!(plan.total < limit && 225 * 1024 < limit);
         assert_eq!(registers(&spec((576, 512), &latent), &latent).total, 204);
+        // A bias of f32 is read before the scores, in registers that P takes afterwards.
+        let biased = |tile_n, overlap| {
+            let kernel = Sm90Wide { tile_n, overlap, ..plain.clone() };
+            let bias = fa_core::program::Program::parse("array t: f32[_, _]; score = s + t[q, k];").unwrap();
+            let score = ScoreKind { program: Some(bias.intern().unwrap()), ..ScoreKind::NONE };
+            registers(&KernelSpec { score, ..spec((512, 512), &kernel) }, &kernel).total
+        };
+        assert_eq!([biased(64, false), biased(64, true), biased(32, true)], [204 + 20, 204 + 36, 180 + 20]);
         // In codes a tile of 64 latents and two of codes, or two of 32 and three.
         let codes = |tile_n, kv_stages| {
             let kernel = Sm90Wide { tile_n, kv_stages, ..latent.clone() };

@@ -42,7 +42,9 @@ pub fn candidates(
     let parts = head_parts(problem.group_size());
     let tiled = problem.with_heads_kv(problem.heads_kv.saturating_mul(parts as usize));
     let codes = problem.types.kv.is_code();
-    let alike = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(&problem).varied;
+    let alike = MaskKind::of(&problem.mask) == MaskKind::Full
+        && !Reads::of(&problem).varied
+        && !problem.score.kind().masks();
     let steps = if problem.latent { &LATENT_STEPS[..] } else { &STEPS[..] };
     steps.iter().flat_map(move |&(tile_n, overlap)| {
         packings(&tiled, TILE, division).iter().flat_map(move |&pack_gqa| {

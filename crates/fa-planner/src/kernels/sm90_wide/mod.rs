@@ -39,7 +39,7 @@ impl PlannedKernel for Sm90Wide {
             paged: true,
             split: true,
             packs_gqa: true,
-            programs: false,
+            programs_on_codes: false,
             codes: true,
             ..Code::DENSE
         }
