@@ -36,7 +36,7 @@ struct Traits {
 
     // Registers per thread after setmaxnreg. Producers need more with lengths on the device, with the gather
     // and with codes.
-    static constexpr int kMoreRegs = kCodes ? 24 : C.gather ? 16 : C.varied ? 8 : 0;
+    static constexpr int kMoreRegs = kCodes ? 32 : C.gather ? 16 : C.varied ? 8 : 0;
     static constexpr int kProducerRegs = 24 + 2 * kMoreRegs;
     static constexpr int kConsumerRegs = 240 - kMoreRegs;
 

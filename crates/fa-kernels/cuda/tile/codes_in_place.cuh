@@ -49,8 +49,9 @@ struct CodesInPlace {
     static_assert(kSweep % 8 == 0, "the swizzle repeats every 8 rows");
     static_assert(Tile::kRows % kSweep == 0 || Tile::kRows < kSweep);
 
-    // Panels whose codes are read while those before are converted.
-    static constexpr int kGroup = kPanels % 3 == 0 ? 3 : kPanels % 4 == 0 ? 4 : kPanels % 2 == 0 ? 2 : 1;
+    // Panels whose codes are read while those before are converted: about 64 codes in registers.
+    static constexpr int kFour = 4 / PerByte;
+    static constexpr int kGroup = kPanels % 3 == 0 ? 3 : kPanels % kFour == 0 ? kFour : 1;
     static constexpr int kGroups = kPanels / kGroup;
 
     // The row of a thread in a sweep.
