@@ -373,8 +373,6 @@ struct Sm90WideConfig {
     bool gather;
     // Type of K and V in device memory: `dtype`, or codes.
     Dtype kv_dtype;
-    // Stages of codes in flight; 0 for K and V of 16 bits.
-    int code_stages;
     // CTAs list their work themselves where a call brings no plan and tiles are few
     // (attn/plan_few.cuh).
     bool own_plan;

@@ -82,7 +82,8 @@ impl Sm90Fwd {
     /// Stages of the codes of K and V: as many as keep an SM's share of the device memory's
     /// bandwidth busy while others are converted; 0 for other types.
     pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
-        code_stages(spec, self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v)))
+        let step = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
+        if spec.reads_codes() { (CODES_IN_FLIGHT / step.max(1)).clamp(2, 4) } else { 0 }
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -112,21 +113,12 @@ impl Sm100Fwd {
 
 impl Sm90Wide {
     fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
-        vec![
-            kv_dtype(spec),
-            Param { name: "code_stages", doc: CODE_STAGES, value: self.code_stages(spec).into() },
-            own_plan(spec),
-        ]
+        vec![kv_dtype(spec), own_plan(spec)]
     }
 
     /// Columns of a key's row: of latents K's hold V's.
     pub const fn key_columns(&self, spec: &KernelSpec) -> u32 {
         if self.latent { spec.head_dim } else { spec.head_dim + spec.head_dim_v }
-    }
-
-    /// As [`Sm90Fwd::code_stages`].
-    pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
-        code_stages(spec, self.tile_n * self.key_columns(spec))
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -181,11 +173,6 @@ impl Sm80Bwd {
         let dq_semaphores = if self.dq_first > 0 { 2 } else { 1 };
         Some(BackwardTraits { may_store_dq: false, dq_semaphores, whole_keys: false })
     }
-}
-
-/// Stages of codes for steps of so many.
-fn code_stages(spec: &KernelSpec, step: u32) -> u32 {
-    if spec.reads_codes() { (CODES_IN_FLIGHT / step.max(1)).clamp(2, 4) } else { 0 }
 }
 
 fn kv_dtype(spec: &KernelSpec) -> Param {

@@ -24,6 +24,8 @@ struct Own {
     /// Of Q and O, and of the codes.
     types: (Dtype, Dtype),
     head_dim: usize,
+    /// The latents that K's rows begin with; 0 for values of their own.
+    latents: usize,
     mask: Mask,
     /// Those of the spec.
     flags: &'static str,
@@ -31,6 +33,8 @@ struct Own {
     descales: Descales,
     /// Whether a key in use, and a value, is NaN.
     nan: bool,
+    /// Whether the columns of values are all codes.
+    every_code: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -73,20 +77,54 @@ const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true
                       q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: PerTile, tile_order: Natural, \
                       cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
 
+/// A kernel for wide heads: keys of a step, and buffers of them.
+macro_rules! wide {
+    ($tile_n:literal, $kv_stages:literal, latent: $latent:literal, overlap: $overlap:literal) => {
+        concat!(
+            "Sm90Wide((tile_m: 64, tile_n: ",
+            $tile_n,
+            ", latent: ",
+            $latent,
+            ", overlap: ",
+            $overlap,
+            ", kv_stages: ",
+            $kv_stages,
+            ", scheduler: Static, tile_order: Natural, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true, \
+             head_parts: 1))"
+        )
+    };
+}
+const LATENTS: &str = wide!(64, 2, latent: true, overlap: false);
+const LATENTS_ONE: &str = wide!(64, 1, latent: true, overlap: false);
+const LATENTS_THREE: &str = wide!(64, 3, latent: true, overlap: false);
+const LATENTS_UNDER: &str = wide!(64, 2, latent: true, overlap: true);
+const LATENTS_SHORT: &str = wide!(32, 4, latent: true, overlap: false);
+const WIDE: &str = wide!(64, 1, latent: false, overlap: true);
+const WIDE_AFTER: &str = wide!(64, 2, latent: false, overlap: false);
+const WIDE_SHORT: &str = wide!(32, 3, latent: false, overlap: true);
+
 impl Own {
     const fn of(kernel: &'static str, arch: Arch, types: (Dtype, Dtype), rows: Rows) -> Own {
         let (mask, flags) = (Mask::CAUSAL, "");
-        Own { kernel, arch, types, head_dim: 64, mask, flags, rows, descales: MIXED, nan: false }
+        let (head_dim, latents, descales) = (64, 0, MIXED);
+        let (nan, every_code) = (false, false);
+        Own { kernel, arch, types, head_dim, latents, mask, flags, rows, descales, nan, every_code }
     }
 
     const fn with(self, head_dim: usize, mask: Mask, flags: &'static str, descales: Descales) -> Own {
         Own { head_dim, mask, flags, descales, ..self }
     }
 
+    /// The same of `latents` columns of values, with which K's rows begin.
+    const fn of_latents(self, latents: usize) -> Own {
+        Own { latents, ..self }
+    }
+
     /// The spec of the kernel for the tile's head dim, with codes or the type of Q.
     fn spec(&self, codes: bool) -> KernelSpec {
-        let Own { types: (q, kv), head_dim, mask, flags, .. } = *self;
+        let Own { types: (q, kv), head_dim, latents, mask, flags, .. } = *self;
         let hd = head_dim.next_multiple_of(16).max(32);
+        let hdv = if latents > 0 { latents } else { hd };
         let kv = if codes { format!("kv_dtype: Some({kv}),") } else { String::new() };
         // Pages of any size.
         let gathers = !codes && flags.contains("paged") && self.kernel.starts_with("Sm90");
@@ -96,7 +134,7 @@ impl Own {
         };
         let mask = MaskKind::of(&mask).name();
         let text = format!(
-            "(dtype: {q}, {kv} head_dim: {hd}, head_dim_v: {hd}, mask: {mask}, {flags} kernel: {kernel})"
+            "(dtype: {q}, {kv} head_dim: {hd}, head_dim_v: {hdv}, mask: {mask}, {flags} kernel: {kernel})"
         );
         KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
     }
@@ -118,12 +156,16 @@ impl Own {
             .with_softcap(self.flags.contains("softcap").then_some(20.0))
             .with_alibi(self.flags.contains("alibi").then_some(fa_core::Alibi::PerHead))
             .with_sinks(self.flags.contains("sinks"));
-        Problem::square(1, 1, 4, self.head_dim, self.mask, self.types.0)
+        let own = Problem::square(1, 1, 4, self.head_dim, self.mask, self.types.0)
             .with_heads_kv(2)
             .with_lengths(lengths)
             .with_types(types)
             .with_score(score)
-            .with_descales(self.descales)
+            .with_descales(self.descales);
+        match self.latents {
+            0 => own,
+            latents => own.with_head_dim_v(latents).with_latent(true).with_softmax_scale(Some(0.05)),
+        }
     }
 }
 
@@ -168,6 +210,7 @@ fn drawn(
     shape: [usize; 4],
     rows: &[bool],
     random: &mut Random,
+    every_code: bool,
     descale: impl Fn(usize, usize, usize) -> f32,
 ) -> SideOfCodes {
     let [entries, len, heads, dim] = shape;
@@ -183,11 +226,13 @@ fn drawn(
             let is_nan = own.nan && head == 1 && entry * len + row == nan_row && column == 5;
             let code = match own.types.1 {
                 _ if !is_own || is_nan => 0x7f,
+                _ if every_code => (37 * column) as u8,
                 Dtype::Int8 if column % 7 == 0 => random.below(256) as u8,
                 Dtype::Int8 => codes_of.encode(random.normal() * 40.0),
                 Dtype::Int4 => random.below(256) as u8,
-                _ if column % 31 == 0 => {
-                    [random.below(256) as u8].map(|c| if c & 0x7f == 0x7f { 8 } else { c })[0]
+                float if column % 31 == 0 => {
+                    let finite = if float == Dtype::E5m2 { 0x7b } else { 0x7e };
+                    [random.below(256) as u8].map(|c| if c & 0x7f > finite { 8 } else { c })[0]
                 }
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::E5m2 => {
                     codes_of.encode(random.normal())
@@ -239,7 +284,8 @@ fn check(own: &Own, seed: u64) {
             .collect();
         // The sequence of a row of packed or paged keys is found by its page or its start.
         let sequence_of = |entry: usize, row: usize| sequence_of(&plain, &extras, entry, row);
-        let side = drawn(own, shape, &rows[1], &mut random, |entry, row, head| match form {
+        let every_code = own.every_code && extra == Extra::VDescale;
+        let side = drawn(own, shape, &rows[1], &mut random, every_code, |entry, row, head| match form {
             DescaleForm::None => 1.0,
             DescaleForm::Head => values[head],
             DescaleForm::SequenceHead => values[sequence_of(entry, row) * heads + head],
@@ -279,7 +325,8 @@ fn check(own: &Own, seed: u64) {
     let found = run(&problem, &spec, vec![query, codes(0, k), codes(1, v), output], &coded);
     let (of_k, of_v) = (numbers(0, k_shape(&plain)), numbers(1, v_shape(&plain)));
     let expected = run(&plain, &like, vec![query, of_k, of_v, output], &extras);
-    let same = |a: u16, b: u16| a == b || (own.nan && is_nan(own.types.0, a) && is_nan(own.types.0, b));
+    let may_be_nan = own.nan || own.every_code;
+    let same = |a: u16, b: u16| a == b || (may_be_nan && is_nan(own.types.0, a) && is_nan(own.types.0, b));
     let (o, of) = (&found.outputs[0], &expected.outputs[0]);
     let wrong = o.iter().zip(of).position(|(&a, &b)| !same(a, b));
     assert_eq!(wrong.map(|at| (at, o[at], of[at])), None, "{spec} {problem:?} seed {seed}: O of {}", o.len());
@@ -312,6 +359,8 @@ const BF16_INT8: (Dtype, Dtype) = (Dtype::Bf16, Dtype::Int8);
 const F16_INT8: (Dtype, Dtype) = (Dtype::F16, Dtype::Int8);
 const BF16_INT4: (Dtype, Dtype) = (Dtype::Bf16, Dtype::Int4);
 const F16_INT4: (Dtype, Dtype) = (Dtype::F16, Dtype::Int4);
+const BF16_E5M2: (Dtype, Dtype) = (Dtype::Bf16, Dtype::E5m2);
+const F16_E5M2: (Dtype, Dtype) = (Dtype::F16, Dtype::E5m2);
 const PAGED: &str = "varied: true, paged: true,";
 const VARIED: &str = "varied: true,";
 
@@ -469,6 +518,52 @@ fn int4_codes_give_the_bits_of_their_numbers() {
     }
 }
 
+#[test]
+#[ignore = "emulation"]
+fn wide_codes_give_the_bits_of_their_numbers() {
+    let of = |kernel, types, rows| Own::of(kernel, Arch::Sm90, types, rows);
+    let latent = |kernel, types, rows| of(kernel, types, rows).of_latents(256);
+    let window = Mask::window(40, 7);
+    let split = "varied: true, paged: true, split: true, sinks: true,";
+    let pages = |page| Rows::Varied(Lie::Paged(page), true);
+    let cases = [
+        latent(LATENTS, BF16, Rows::Uniform(1, 300)).with(320, Mask::CAUSAL, "", NONE),
+        latent(LATENTS, F16, pages(64)).with(320, Mask::CAUSAL, PAGED, NONE),
+        latent(LATENTS, BF16_INT8, pages(1)).with(320, Mask::CAUSAL, split, TOKENS),
+        latent(LATENTS, F16_INT8, pages(16)).with(320, Mask::CAUSAL, split, MIXED),
+        latent(LATENTS, BF16_E5M2, Rows::Varied(Lie::PackedUsed, false)).with(320, window, VARIED, NONE),
+        latent(LATENTS, F16_E5M2, Rows::Varied(Lie::Padded, true)).with(384, Mask::CAUSAL, VARIED, TOKENS),
+        latent(LATENTS, BF16_INT4, pages(16)).with(320, Mask::CAUSAL, split, NONE),
+        latent(LATENTS, F16_INT4, Rows::Varied(Lie::Packed, false)).with(256, Mask::FULL, VARIED, MIXED),
+        latent(LATENTS_ONE, BF16, Rows::Uniform(40, 200)).with(320, Mask::CAUSAL, "", MIXED),
+        latent(LATENTS_THREE, BF16_INT4, pages(17)).with(320, Mask::CAUSAL, PAGED, TOKENS),
+        latent(LATENTS_THREE, BF16, Rows::Varied(Lie::Packed, false)).with(320, window, VARIED, NONE),
+        latent(LATENTS_UNDER, F16, Rows::Uniform(3, 500)).with(320, Mask::CAUSAL, "split: true,", NONE),
+        latent(LATENTS_SHORT, F16_INT4, Rows::Uniform(70, 130)).with(320, Mask::CAUSAL, "", NONE),
+        of(LATENTS, BF16, pages(64)).of_latents(512).with(576, Mask::CAUSAL, split, NONE),
+        of(LATENTS, F16_INT4, Rows::Uniform(2, 150)).of_latents(512).with(576, Mask::FULL, "", TOKENS),
+        of(WIDE, BF16_INT8, pages(16)).with(512, Mask::CAUSAL, split, TOKENS),
+        of(WIDE, F16_INT4, Rows::Uniform(130, 200)).with(512, window, "softcap: true,", NONE),
+        of(WIDE_AFTER, BF16, Rows::Varied(Lie::Packed, false)).with(256, Mask::CAUSAL, VARIED, TOKENS),
+        of(WIDE_AFTER, BF16_INT4, pages(1)).with(128, Mask::CAUSAL, PAGED, MIXED),
+        of(WIDE_SHORT, F16, Rows::Uniform(100, 270)).with(256, Mask::CAUSAL, "alibi: true,", MIXED),
+        of(WIDE_SHORT, BF16_E5M2, Rows::Varied(Lie::Padded, false)).with(384, Mask::FULL, VARIED, TOKENS),
+    ];
+    for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
+        check(case, seed);
+    }
+}
+
+/// Of a single key the values are the result: all codes, infinities and NaN among them, as in 16 bits.
+#[test]
+#[ignore = "emulation"]
+fn every_code_is_its_number_in_wide_tiles() {
+    for types in [BF16, F16, BF16_E5M2, F16_E5M2, BF16_INT8, F16_INT8, BF16_INT4, F16_INT4] {
+        let own = Own::of(WIDE, Arch::Sm90, types, Rows::Uniform(1, 1)).with(256, Mask::FULL, "", NONE);
+        check(&Own { every_code: true, ..own }, 0);
+    }
+}
+
 /// A key that is NaN shows in the rows that see it, as in 16 bits; with split keys, too, whose parts are
 /// combined.
 #[test]
@@ -481,6 +576,12 @@ fn codes_that_are_nan_stay_so() {
         (PREFILL, Arch::Sm90, BF16),
     ] {
         check(&Own { nan: true, ..Own::of(kernel, arch, types, Rows::Uniform(200, 200)) }, 2);
+    }
+    for (types, descales) in [(BF16, NONE), (BF16_E5M2, NONE), (F16, TOKENS), (BF16, MIXED)] {
+        let own = Own::of(LATENTS, Arch::Sm90, types, Rows::Uniform(70, 200)).of_latents(256);
+        check(&Own { nan: true, ..own.with(320, Mask::CAUSAL, "", descales) }, 2);
+        let own = Own::of(WIDE, Arch::Sm90, types, Rows::Uniform(70, 200));
+        check(&Own { nan: true, ..own.with(256, Mask::CAUSAL, "", descales) }, 2);
     }
     for (kernel, arch, types) in [(SMALL, Arch::Sm80, BF16), (SIMPLE, Arch::Sm90, F16)] {
         let own = Own { nan: true, ..Own::of(kernel, arch, types, Rows::Uniform(70, 200)) };

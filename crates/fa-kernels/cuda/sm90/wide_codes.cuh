@@ -1,5 +1,5 @@
 // The producer of the SM90 forward for wide heads and a cache of codes: warps copy the codes of all columns
-// of their rows by cp.async to stages of their own, and convert them into the tiles that TMA would write.
+// of their rows by cp.async into the tiles that TMA would write, and convert them there.
 #pragma once
 #include "attn/code_rows.cuh"
 #include "attn/descales.cuh"
@@ -62,13 +62,13 @@ struct CodeColumns {
         return entries;
     }
 
-    // Starts to copy tile `n_block` to `codes`, and with `scales` the descale of each row to `to`, whose
+    // Starts to copy tile `n_block` to `tile`, and with `scales` the descale of each row to `to`, whose
     // readers are the lanes that share the row. `counts`: the tensor's missing pages are counted.
     template <class AnyEntries>
-    __device__ __forceinline__ void start(u32 codes, float* to, bool scales, bool counts, int thread,
+    __device__ __forceinline__ void start(u32 tile, float* to, bool scales, bool counts, int thread,
                                           int n_block, const AnyEntries& entries) const {
         const bool leads = thread % Codes::kLanes == 0;
-        Codes::start(codes, thread, rows.first, row_bytes, [&](int sweep) {
+        Codes::start(tile, thread, rows.first, row_bytes, [&](int sweep) {
             const auto place =
                 rows.place_of(key_of(thread, sweep, n_block), entries.of[sweep], counts && leads);
             if (scales && leads) {
@@ -85,20 +85,24 @@ struct CodeColumns {
 };
 
 // The loop of a warp, the `member`-th of those that load the same tensor, or of all in the latent form:
-// converts a tile once it has started the copies of `code_stages` - 1 more.
+// copies a tile to a stage that is free, and converts it before it waits for the stage that its use will
+// free.
 template <Sm90WideConfig C, bool Values>
 __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdParams& params,
                                               const TensorMap& map_q, int member) {
     using T = Traits<C>;
     using Columns = CodeColumns<C, Values>;
     using Rope = CodeColumns<C, false>;
+    using Tile = typename T::template CodesOf<Values>;
     constexpr bool kRope = C.latent && T::kRopePanels > 0;
+    // Panels of a tile whose rows have V's descales.
+    constexpr int kValuePanels = Values ? T::V::kPanels : 0;
     static_assert(!C.latent || Values, "latents are V's");
     PipelineState<1> q_state;
-    PipelineState<C.kv_stages> state;
-    PipelineState<C.code_stages> started, converted;
-    int pending = 0;  // tiles that are copied but not converted
-    u32 scaled = 0;   // stages, as bits, whose numbers are multiplied where they are converted
+    PipelineState<C.kv_stages> started, converted;
+    int unused = C.kv_stages;  // stages that nothing was copied to yet
+    int pending = 0;           // tiles that are copied but not converted
+    u32 scaled = 0;            // stages, as bits, whose numbers are multiplied where they are converted
     const int thread = 32 * member + lane_index();
     auto& bars = [&]() -> auto& {
         if constexpr (Values) {
@@ -107,70 +111,69 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
             return smem.k_bars;
         }
     }();
+    u8* const tiles = Values ? smem.values() : smem.k[0];
+    constexpr u32 kStage = T::template kStage<Values>;
     const bool loads_q = Values && member == T::kMembers - 1;
 
-    // Converts the oldest tile, whose copies have arrived.
-    auto convert = [&] {
-        // The rows' descales were written by other lanes.
-        warp_sync();
-        bars.wait_empty(state);
-        const int from = converted.stage;
-        const bool scales = scaled >> from & 1;
-        u8* const tile = (Values ? smem.values() : smem.k[0]) + state.stage * T::template kStage<Values>;
-        Columns::Codes::template convert<C.kv_dtype, C.dtype>(
-            smem.codes.template of<Values>(from), tile, thread,
-            scales ? smem.codes.descales[from][Values] : nullptr);
-        if constexpr (kRope) {
-            Rope::Codes::template convert<C.kv_dtype, C.dtype>(
-                smem.codes.template of<false>(from), tile + T::V::kBytes, thread,
-                scales ? smem.codes.descales[from][0] : nullptr);
-        }
-        fence_async_shared();
-        warp_sync();
-        if (lane_index() == 0) mbarrier_arrive(bars.full[state.stage]);
-        state.advance();
-        converted.advance();
-        --pending;
-    };
-    auto convert_all = [&] {
-        cp_async_wait<0>();
+    // Converts the oldest tiles, until `left` are pending.
+    auto convert = [&](int left) {
 #pragma unroll 1
-        while (pending > 0) convert();
+        for (; pending > left; --pending) {
+            if (pending > 1) {
+                cp_async_wait<1>();
+            } else {
+                cp_async_wait<0>();
+            }
+            // The rows' descales were written by other lanes.
+            warp_sync();
+            const int stage = converted.stage;
+            u8* const tile = tiles + stage * kStage;
+            if (scaled >> stage & 1) {
+                Tile::template convert<C.kv_dtype, C.dtype, kValuePanels, true>(tile, thread,
+                                                                                smem.descales.of[stage][0]);
+            } else {
+                Tile::template convert<C.kv_dtype, C.dtype, kValuePanels, false>(tile, thread, nullptr);
+            }
+            fence_async_shared();
+            warp_sync();
+            if (lane_index() == 0) mbarrier_arrive(bars.full[stage]);
+            converted.advance();
+        }
     };
 
     for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
-        if (loads_q) {
-            // The consumers free the queries once they have used all keys of the previous work tile.
-            convert_all();
-            if (lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
-        }
         const Columns columns(params, work);
         [[maybe_unused]] const Rope rope(params, work);
         const bool scales = C.latent ? scales_latents(params, work.tile.batch, work.kv_head(params))
                                      : columns.rows.descales != nullptr;
-        auto entries = columns.entries_of(thread, work.range.end - 1);
+        const int last = work.range.end - 1;
+        auto entries = columns.entries_of(thread, last);
 #pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
-            if (pending == C.code_stages) {
-                cp_async_wait<C.code_stages - 1>();
-                convert();
-            }
+        for (int n_block = last; n_block >= work.range.begin; --n_block) {
+            // A stage is free once consumers are done with its tile, and wait for the next. The queries are
+            // once they are done with all tiles of the previous work tile.
+            const bool loads_q_now = loads_q && n_block == last;
+            convert(loads_q_now ? 0 : unused > 0 ? C.kv_stages - 1 : max_of(C.kv_stages - 2, 0));
+            if (unused > 0) --unused;
             const int to = started.stage;
-            columns.start(smem_address(smem.codes.template of<Values>(to)), smem.codes.descales[to][Values],
-                          scales, Values == C.latent, thread, n_block, entries);
+            bars.wait_empty(started);
+            const u32 tile = smem_address(tiles + to * kStage);
+            columns.start(tile, smem.descales.of[to][Values], scales, Values == C.latent, thread, n_block,
+                          entries);
             if constexpr (kRope) {
-                rope.start(smem_address(smem.codes.template of<false>(to)), smem.codes.descales[to][0],
-                           scales, false, thread, n_block, entries);
+                rope.start(tile + T::V::kBytes, smem.descales.of[to][0], scales, false, thread, n_block,
+                           entries);
             }
             cp_async_commit();
             scaled = scaled & ~(1u << to) | u32(scales) << to;
             started.advance();
             ++pending;
+            if (loads_q_now && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
             // In flight while the oldest tile is converted.
             if (n_block > work.range.begin) entries = columns.entries_of(thread, n_block - 1);
         }
     });
-    convert_all();
+    convert(0);
 }
 
 template <Sm90WideConfig C>

@@ -5,6 +5,7 @@
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
 #include "tile/codes.cuh"
+#include "tile/codes_in_place.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/smem_tile.cuh"
@@ -25,7 +26,7 @@ struct Traits {
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
 
-    // K and V are codes, which four warps copy to stages of their own and convert (wide_codes.cuh).
+    // K and V are codes, which four warps copy into the tiles and convert there (wide_codes.cuh).
     static constexpr bool kCodes = is_code(C.kv_dtype);
     static_assert(!kCodes || (!C.gather && !kMaskProgram && !kScoreProgram && !weighs()));
 
@@ -36,7 +37,7 @@ struct Traits {
 
     // Registers per thread after setmaxnreg. Producers need more with lengths on the device, with the gather
     // and with codes.
-    static constexpr int kMoreRegs = kCodes ? 24 : C.gather ? 16 : C.varied ? 8 : 0;
+    static constexpr int kMoreRegs = kCodes ? 32 : C.gather ? 16 : C.varied ? 8 : 0;
     static constexpr int kProducerRegs = 24 + 2 * kMoreRegs;
     static constexpr int kConsumerRegs = 240 - kMoreRegs;
 
@@ -55,14 +56,14 @@ struct Traits {
     static constexpr int kMembers = C.latent ? kPageWarps : kPageWarps / 2;
     static constexpr int kLoadingWarps = C.gather || kCodes ? kMembers : 1;
 
-    // Codes of the columns of a tensor in a tile of keys, all of whose rows a warp copies a part of.
+    // Codes of some columns of a tile of keys, all of whose rows a warp copies a part of: of a tensor, and of
+    // all columns of a tile.
     template <int Columns>
-    using Codes = CodeTile<SmemTile<C.tile_n, Columns, true>, C.tile_n, 32 * kMembers, per_byte(C.kv_dtype)>;
+    using Codes = CodesInPlace<SmemTile<C.tile_n, Columns, true>, 32 * kMembers, per_byte(C.kv_dtype)>;
     using KeyCodes = Codes<64 * (C.latent ? max_of(kRopePanels, 1) : K::kPanels)>;
     using ValueCodes = Codes<C.head_dim_v>;
-    // Bytes of a tile's codes: of K, and of both tensors.
-    static constexpr int kKeyCodes = C.latent && kRopePanels == 0 ? 0 : KeyCodes::kBytes;
-    static constexpr int kAllCodes = kKeyCodes + ValueCodes::kBytes;
+    template <bool Values>
+    using CodesOf = Codes<Values && !C.latent ? C.head_dim_v : C.head_dim>;
 
     // Bytes between the stages of K, or of V.
     template <bool Values>
@@ -81,18 +82,12 @@ struct VTiles {
 };
 struct NoVTiles {};
 struct NoVBarriers {};
-// The codes of tiles: those of V behind those of K.
-template <int KBytes, int Bytes, int Stages, int TileN>
-struct CodeStages {
-    alignas(128) u8 tiles[Stages][Bytes];
-    alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
-
-    template <bool Values>
-    __device__ __forceinline__ u8* of(int stage) {
-        return tiles[stage] + (Values ? KBytes : 0);
-    }
+// What the rows of K and of V in each stage are multiplied by, where they are codes.
+template <int Stages, int TileN>
+struct RowDescales {
+    alignas(128) float of[Stages][2][TileN];
 };
-struct NoCodeStages {};
+struct NoRowDescales {};
 
 // The planner's account of sm90_wide names the same buffers in the same order; the generated unit asserts the
 // size.
@@ -103,9 +98,7 @@ struct alignas(1024) SharedStorage {
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     [[no_unique_address]] Either<C.latent, NoVTiles, VTiles<T::V::kBytes, C.kv_stages>> v;
     alignas(1024) u8 p[T::P::kBytes];
-    [[no_unique_address]] Either<T::kCodes,
-                                 CodeStages<T::kKeyCodes, T::kAllCodes, max_of(C.code_stages, 1), C.tile_n>,
-                                 NoCodeStages> codes;
+    [[no_unique_address]] Either<T::kCodes, RowDescales<C.kv_stages, C.tile_n>, NoRowDescales> descales;
     // From the leader to the follower: the factor of each row of O, beside P of a step and at the end.
     alignas(128) float factor[C.tile_m];
     PipelineBarriers<1> q_bars;

@@ -99,8 +99,8 @@ fn few_rows_over_codes_are_left_to_the_sm80_class() {
     assert!(first(&fp8, Arch::Sm90, None).spec.kernel.computes_in_8_bits());
 }
 
-/// Latents and heads of more than 256 columns have kernels of SM90 alone, whose tiles of keys leave room for
-/// codes beside them. Programs are refused by name.
+/// Latents and heads of more than 256 columns have kernels of SM90 alone, which convert codes in their tiles of
+/// keys: latents in two of 64. Programs are refused by name.
 #[test]
 fn wide_heads_in_codes_have_plans_on_sm90() {
     let half = problem(8, 1, 4096, 512, Dtype::Bf16);
@@ -112,7 +112,7 @@ fn wide_heads_in_codes_have_plans_on_sm90() {
             let wide = wide.with_types(coded.types).with_descales(coded.descales);
             let best = first(&wide, Arch::Sm90, None);
             let Kernel::Sm90Wide(kernel) = &best.spec.kernel else { panic!("{}", best.spec) };
-            assert!(!kernel.gather && best.smem.buffer("codes").is_some(), "{}", best.spec);
+            assert!(!kernel.gather && best.smem.buffer("descales").is_some(), "{}", best.spec);
             let program = fa_core::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
             let masked = wide.with_score(ScoreMod::NONE.with_program(Some(program)));
             let error = plan(&masked, Arch::Sm90, &PlanOptions::default()).unwrap_err().to_string();

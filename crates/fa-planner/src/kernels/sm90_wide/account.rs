@@ -16,8 +16,8 @@ pub const HEAD_DIMS_V: [u32; 4] = [128, 256, 384, 512];
 ///
 /// - `q` `[tile_m, hd]` T, `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, which in the
 ///   latent form is a part of `k`, and `p` `[tile_m, tile_n]` T;
-/// - where K and V are codes those of each stage, `codes` `[code_stages][tile_n, columns]`, of int4 half as
-///   many bytes, and `descales` `[code_stages][2][tile_n]` f32;
+/// - where K and V are codes, which lie in the tiles until they are converted, `descales`
+///   `[kv_stages][2][tile_n]` f32;
 /// - `factor` `[tile_m]` f32: O's factors, from the leader to the follower;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, the latter four per stage.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Wide) -> SmemPlan {
@@ -31,10 +31,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Wide) -> SmemPlan {
     }
     plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
     if spec.reads_codes() {
-        let rows = kernel.code_stages(spec) * tile_n;
-        let stored = rows * kernel.key_columns(spec) / spec.types.kv.per_element() as u32;
-        plan.push("codes", stored, CODE_ALIGN);
-        plan.push("descales", rows * 2 * 4, CODE_ALIGN);
+        plan.push("descales", kv_stages * 2 * tile_n * 4, 128);
     }
     plan.push("factor", tile_m * 4, 128);
     plan.push_mbarriers("q_full", 1);
@@ -45,9 +42,6 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Wide) -> SmemPlan {
     }
     plan.round_up(TILE_ALIGN)
 }
-
-/// Alignment of codes and their descales: a full sweep over the 32 banks.
-const CODE_ALIGN: u32 = 128;
 
 /// Registers in addition to the accumulators and P: those of the SM90 forward with P as a register operand
 /// and one product after the other.
@@ -67,15 +61,15 @@ fn ahead(spec: &KernelSpec, kernel: &Sm90Wide, p: u32) -> u32 {
     }
 }
 
-/// The head dim by which registers are split where producers convert codes: all here are wide.
-const WIDE: u32 = 256;
+/// The split of registers where producers convert codes, some panels of a row at once.
+const WITH_CODES: SetMaxNReg = SetMaxNReg { mma: 208, producer: 88 };
 
 /// Predicted registers of a thread of the leader, which holds S and P beside its half of O's columns.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {
     let (s, p, o) = (kernel.tile_n / 2, kernel.tile_n / 4, spec.head_dim_v / 4);
     let other = OVERHEAD + ahead(spec, kernel, p);
     let split = if spec.reads_codes() {
-        SetMaxNReg::with_codes(2, WIDE)
+        WITH_CODES
     } else if kernel.gather {
         SetMaxNReg::with_gather(2)
     } else {
@@ -125,16 +119,12 @@ mod tests {
             registers(&KernelSpec { score, ..spec((512, 512), &kernel) }, &kernel).total
         };
         assert_eq!([biased(64, false), biased(64, true), biased(32, true)], [204 + 20, 204 + 36, 180 + 20]);
-        // In codes a tile of 64 latents and two of codes, or two of 32 and three.
-        let codes = |tile_n, kv_stages| {
-            let kernel = Sm90Wide { tile_n, kv_stages, ..latent.clone() };
-            let types = Types::same(Dtype::Bf16).with_kv(Dtype::E4m3);
-            let spec = KernelSpec { types, ..spec((576, 512), &kernel) };
-            (smem(&spec, &kernel), registers(&spec, &kernel).setmaxnreg)
-        };
-        let (plan, split) = codes(64, 1);
-        assert_eq!((at(&plan, "codes"), plan.total), (Some((155_648, 73_728)), 226 * 1024));
-        assert_eq!(split, Some(SetMaxNReg { mma: 216, producer: 72 }));
-        assert_eq!(at(&codes(32, 2).0, "codes"), Some((151_552, 3 * 18_432)));
+        // In codes as well, with the descales of their rows.
+        let types = Types::same(Dtype::Bf16).with_kv(Dtype::E4m3);
+        let coded = KernelSpec { types, ..spec((576, 512), &latent) };
+        let plan = smem(&coded, &latent);
+        assert_eq!((at(&plan, "descales"), plan.total), (Some((229_376, 1024)), 226 * 1024));
+        let registers = registers(&coded, &latent);
+        assert_eq!((registers.total, registers.setmaxnreg), (204, Some(WITH_CODES)));
     }
 }

@@ -50,10 +50,7 @@ fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> 
     let step_bytes = f64::from(k.tile_n) * stored_bytes(spec, k);
     let enough = IN_FLIGHT_S * limits.hbm_bytes_per_s / f64::from(limits.sms);
     // A tile of latents waits for the next one before its P V.
-    let loading = match spec.reads_codes() {
-        true => k.code_stages(spec),
-        false => k.kv_stages - u32::from(k.latent && k.overlap),
-    };
+    let loading = k.kv_stages - u32::from(k.latent && k.overlap);
     let in_flight = f64::from(loading) * step_bytes / enough;
     Memory::Fed { in_flight, step_bytes, planned: spec.reads.varied, coarse: 0.0 }
 }
