@@ -167,6 +167,11 @@ fn latents_of_other_widths() {
         let keys = Some(Lie::Paged(3));
         Wide { head_dims, heads, sequences: STEP, keys, ..LATENT }.check(&SEEDS[2..]);
     }
+    // Several panels of further columns, by boxes.
+    for head_dims in [(384, 256), (576, 256)] {
+        let keys = Some(Lie::Paged(64));
+        Wide { head_dims, sequences: &[(1, 200)], keys, ..LATENT }.check(&SEEDS);
+    }
 }
 
 #[test]

@@ -63,10 +63,10 @@ __device__ __forceinline__ void load_boxes(SharedStorage<C>& smem, const FwdPara
                 C.latent || Values ? params.varlen.tma_v : params.varlen.tma_k, full, n_block, entry, member,
                 !Values && member == 0);
             if constexpr (C.latent && T::kRopePanels > 0) {
-                // The last warp has the fewest panels of latents.
-                const int last = member == kMembers - 1 ? 0 : 1;
+                // From the last warp on, which has the fewest panels of latents.
+                const int further = (member + 1) % kMembers;
                 keys.template load<typename T::Rope, kMembers>(dst + T::V::kBytes, map_k, params.varlen.tma_k,
-                                                               full, n_block, entry, last, false);
+                                                               full, n_block, entry, further, false);
             }
             state.advance();
             entry = before;
