@@ -274,8 +274,8 @@ struct Sm90BwdConfig {
     // The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With
     // equal lengths the tile of keys that stores was drawn before the others: the first one under a full
     // mask; under a causal mask or a window the last one that the queries see, as tiles are drawn with the
-    // last keys first. With lengths on the device it is the first to arrive, or in deterministic kernels the
-    // one whose turn comes first (NB-093).
+    // last keys first. With lengths on the device, and under a program's mask, it is the first to arrive, or
+    // in deterministic kernels with lengths on the device the one whose turn comes first (NB-093, NB-208).
     bool may_store_dq;
 };
 

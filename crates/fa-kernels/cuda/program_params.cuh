@@ -31,7 +31,8 @@ struct BlockMapParams {
     // queries, after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries
     // of each tile of keys.
     unsigned* lists;
-    // Workspace `[batches, heads, rows, columns]`: states of tiles; backward only.
+    // Workspace `[batches, heads, rows, columns]`: states of tiles; backward only. Behind them the order
+    // of the tiles of keys (`attn/block_order.cuh`).
     unsigned* tiles;
     // Tiles of queries, at most.
     int rows;

@@ -13,8 +13,9 @@ pub struct BackwardTraits {
     /// Whether the kernel can store the first sums of a tile of dQ by bulk copies, instead of adding them to
     /// zeros (NB-082): SM90 backwards. With uniform lengths, the key tile that stores is drawn before the
     /// others: the first one under a full mask; under a causal one and a window the last that the queries
-    /// see, since tiles are drawn with the last keys first. With lengths on the device it is the first to
-    /// arrive, or in deterministic kernels the one whose turn is first (NB-093).
+    /// see, since tiles are drawn with the last keys first. With lengths on the device, and under a program's
+    /// mask, it is the first to arrive, or in deterministic kernels with lengths on the device the one whose
+    /// turn is first (NB-093, NB-208).
     pub may_store_dq: bool,
     /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
     pub dq_semaphores: usize,
@@ -148,8 +149,10 @@ impl Sm90Bwd {
                 self.deterministic || matches!(self.tile_order, TileOrder::LongestFirst)
             }
         };
-        // Which tile comes first under a program's mask is not known.
-        self.dq_via_smem && (spec.reads.varied || is_drawn_first) && !spec.score.masks()
+        // Which tile comes first under a program's mask is not known: it claims.
+        let knows =
+            if spec.score.masks() { !self.deterministic } else { spec.reads.varied || is_drawn_first };
+        self.dq_via_smem && knows
     }
 
     fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
@@ -157,8 +160,8 @@ impl Sm90Bwd {
     }
 
     fn backward(&self, spec: &KernelSpec) -> Option<BackwardTraits> {
-        let by_warpgroup = spec.reads.varied && !self.deterministic && !spec.score.masks();
-        let dq_semaphores = if by_warpgroup { 2 * self.num_wg as usize } else { 1 };
+        let claims = (spec.reads.varied || spec.score.masks()) && !self.deterministic;
+        let dq_semaphores = if claims { 2 * self.num_wg as usize } else { 1 };
         let may_store_dq = self.may_store_dq(spec);
         Some(BackwardTraits { may_store_dq, dq_semaphores, whole_keys: self.whole_keys })
     }
@@ -237,8 +240,8 @@ const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",
     " mask; under a causal mask or a window the last one that the queries see, as tiles are drawn with the",
-    " last keys first. With lengths on the device it is the first to arrive, or in deterministic kernels the",
-    " one whose turn comes first (NB-093).",
+    " last keys first. With lengths on the device, and under a program's mask, it is the first to arrive, or",
+    " in deterministic kernels with lengths on the device the one whose turn comes first (NB-093, NB-208).",
 ];
 
 #[cfg(test)]
@@ -310,6 +313,16 @@ mod tests {
         let packed = spec(Kernel::Sm90Bwd(Sm90Bwd::default()));
         let reads = Reads { varied: true, paged: false };
         assert!(stores(&KernelSpec { mask: MaskKind::Window, reads, ..packed }));
+        // So it is under a program's mask, but of deterministic kernels.
+        let program = crate::program::Program::parse("q % 3 == k % 3").unwrap().intern().unwrap();
+        let masked = |deterministic| {
+            let kernel = Kernel::Sm90Bwd(Sm90Bwd { deterministic, ..Sm90Bwd::default() });
+            let score = ScoreKind { program: Some(program), ..ScoreKind::NONE };
+            KernelSpec { mask: MaskKind::Full, score, ..spec(kernel) }
+        };
+        let semaphores = |spec: &KernelSpec| spec.backward().map(|traits| traits.dq_semaphores);
+        assert!(stores(&masked(false)) && !stores(&masked(true)));
+        assert_eq!((semaphores(&masked(false)), semaphores(&masked(true))), (Some(4), Some(1)));
         let red = Sm90Bwd { dq_via_smem: false, ..Sm90Bwd::default() };
         assert!(!stores(&KernelSpec { mask: MaskKind::Full, ..spec(Kernel::Sm90Bwd(red)) }));
     }

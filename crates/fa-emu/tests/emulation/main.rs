@@ -11,6 +11,7 @@ mod drawn;
 mod dropout;
 mod faults;
 mod fp8;
+mod listed;
 mod merge;
 mod mods;
 mod packed;

@@ -89,6 +89,11 @@ __device__ __forceinline__ i64 map_slot(const BlockMapParams& map, int batch, in
     return i64(map.batches > 1 ? batch : 0) * map.heads + (map.heads > 1 ? head : 0);
 }
 
+// The orders in which tiles of keys are drawn (order_lists), behind the states of a backward's tiles.
+__device__ __forceinline__ u32* map_orders(const BlockMapParams& map) {
+    return map.tiles + i64(map.batches) * map.heads * map.rows * map.columns;
+}
+
 // The tiles of keys that tile `m_block` of the queries visits; forward.
 template <int TileWords = 0, class Params>
 __device__ __forceinline__ Blocks key_list(const Params& params, int batch, int head, int m_block) {

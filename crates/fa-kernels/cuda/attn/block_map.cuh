@@ -70,7 +70,8 @@ __device__ __forceinline__ u32 tile_state(const ProgramParams& programs, int gro
             const Mods::Row row = mods.row(q);
             const int begin = max(n_block * R.tile_n, visible.keys_begin(q));
             const int end = min((n_block + 1) * R.tile_n, visible.keys_end(q));
-#pragma unroll 1
+            // What the mask reads of several keys is in flight together.
+#pragma unroll 4
             for (int k = n_block * R.tile_n + lane; k < end; k += 32) {
                 if (k < begin) continue;
                 const bool sees = mods.mask(row, mods.column(k));

@@ -83,6 +83,23 @@ __device__ __forceinline__ void convert_tile(const float* accum, u16* out, i64 s
     }
 }
 
+// Zeroes the first `rows` rows and `columns` columns (a multiple of 8).
+__device__ __forceinline__ void clear_rows(u16* out, i64 stride, int rows, int columns) {
+    const int chunks = columns / 8;
+#pragma unroll 1
+    for (int chunk = thread_index(); chunk < rows * chunks; chunk += cta_threads())
+        *reinterpret_cast<Vec16*>(out + chunk / chunks * stride + chunk % chunks * 8) = Vec16{};
+}
+
+// Whether nothing was added to tile `tile` of dQ, whose sums are then not zeros either: no tile of keys has
+// claimed it, as a program's mask leaves its queries no key.
+template <auto C>
+__device__ __forceinline__ bool is_unclaimed(const BwdParams& params, i64 tile) {
+    if constexpr (kMaskProgram && claims_dq<C>())
+        return stores_dq<C>(params) && params.dq_semaphores[tile * dq_turns<C>()] == 0;
+    return false;
+}
+
 // Writes dQ, one CTA per tile of queries and query head. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its
 // BwdLayout.
 template <auto C, class Layout>
@@ -99,6 +116,11 @@ __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
     const auto [m_block, batch, head, tile] = own;
     const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int row = m_block * C.tile_m;
+    if (is_unclaimed<C>(params, tile)) {
+        clear_rows(view(params.dq).row(batch, seqlen.q_offset() + row, head), params.dq.strides.seq,
+                   min(C.tile_m, seqlen.q() - row), params.shape.head_dim);
+        return;
+    }
     convert_tile<C.dtype, C.tile_m, C.head_dim, typename Layout::DqOrder>(
         params.dq_accum + tile * (C.tile_m * C.head_dim),
         view(params.dq).row(batch, seqlen.q_offset() + row, head), params.dq.strides.seq,

@@ -182,7 +182,9 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             params, seqlen, tile.m_block, tile.batch, tile.head, [&](int query) { return lse_row + query; },
             [&](int query) { return (tile.index - tile.m_block) * C.tile_m + query; },
             [&] {
-                if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block))
+                // Under a program's mask the postprocess knows which tiles have no sums.
+                if (!stores_dq<C>(params) ||
+                    (!kMaskProgram && sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block)))
                     clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
             });
     } else {

@@ -98,23 +98,30 @@ __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
     return may_store_dq<C>() && params.stores_dq != 0;
 }
 
+// Whether tiles of keys claim tiles of dQ. With lengths on the device, or lists of a mask's program, the
+// first tile of keys to arrive stores its sums: it claims the tile of dQ by one semaphore and increments
+// another once its sums are stored, for which later arrivals wait (NB-093). A tile claims only when its sums
+// are ready, so that others never wait for more than a store in flight, whatever the order of tiles.
+// Deterministic kernels know the first tile from their ordering semaphore.
+template <auto C>
+constexpr bool claims_dq() {
+    return may_store_dq<C>() && (C.varied || kMaskProgram) && !C.deterministic;
+}
+
 // The same for one head, `head` being counted over splits, K/V heads and sequences. Under a causal mask the
 // last section of heads is excluded, which is drawn with the first keys first; so is that of a window, which
 // has the heads that are left over.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
-    return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
+    return stores_dq<C>(params) && (claims_dq<C>() || C.mask == MaskKind::Full || params.n_blocks == 1 ||
                                     head < params.sections * params.heads_per_section);
 }
 
-// Whether tiles of keys claim tiles of dQ. With lengths on the device the first tile of keys to arrive stores
-// its sums: it claims the tile of dQ by one semaphore and increments another once its sums are stored, for
-// which later arrivals wait (NB-093). A tile claims only when its sums are ready, so that others never wait
-// for more than a store in flight, whatever the order of tiles. Deterministic kernels know the first tile
-// from their ordering semaphore.
+// Whether tiles of keys are drawn in the order of their lists' lengths, the longest first (order_lists), so
+// that the launch ends with short ones.
 template <auto C>
-constexpr bool claims_dq() {
-    return may_store_dq<C>() && C.varied && !C.deterministic;
+constexpr bool orders_lists() {
+    return kMaskProgram && C.tile_order == TileOrder::LongestFirst && !C.deterministic;
 }
 
 // Whether no query of tile `m_block` sees a key, so that no tile of keys stores its dQ.
@@ -149,7 +156,7 @@ __device__ __forceinline__ int query_block(const BlockRange& range, bool descend
 // mask do so, in order not to reach the same queries at once.
 template <auto C>
 constexpr bool walks_in_ring() {
-    return claims_dq<C>() && C.mask == MaskKind::Full;
+    return claims_dq<C>() && C.mask == MaskKind::Full && !kMaskProgram;
 }
 // The order in which a tile of keys visits its queries: its start in the ring, or else whether it descends.
 template <auto C>
@@ -182,8 +189,17 @@ __device__ __forceinline__ int bwd_blocks(const BwdParams& params) {
     }
 }
 
+// The tiles of keys of a sequence and head in the order of their lists; with lengths on the device places in
+// the plan, of all sequences.
+template <bool Varied>
+__device__ __forceinline__ const u32* list_order(const BwdParams& params, int batch, int kv_head) {
+    const BlockMapParams& map = map_of(params);
+    return map_orders(map) + map_slot(map, Varied ? 0 : batch, kv_head) * bwd_blocks<Varied>(params);
+}
+
 // Tile `index` of a work plan. Heads form sections as with equal lengths, each over the tiles of all
 // sequences.
+template <auto C>
 __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& params, int index) {
     const int blocks = bwd_blocks<true>(params);
     const int section = min(index / (params.heads_per_section * blocks), params.sections);
@@ -191,7 +207,9 @@ __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& param
     const int in_section = section < params.sections ? params.heads_per_section : params.plan.heads - first;
     const int head = first + rest % in_section;
     // The plan lists a sequence's tiles in the order in which they are drawn.
-    const PlanItem item = WorkPlan{params.plan}.n_tiles()[rest / in_section];
+    int place = rest / in_section;
+    if constexpr (orders_lists<C>()) place = list_order<true>(params, 0, head / params.head_splits)[place];
+    const PlanItem item = WorkPlan{params.plan}.n_tiles()[place];
     VariedBwdTile tile;
     tile.n_block = item.block;
     tile.batch = item.sequence;
@@ -209,13 +227,14 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
     BwdTileOf<Varied> tile;
     int head;  // counted over splits, K/V heads and sequences
     if constexpr (Varied) {
-        tile = planned_bwd_tile(params, index);
+        tile = planned_bwd_tile<C>(params, index);
         // The plan lists the tiles of the only sequence, the last keys first.
         if (descends<Mask, Deterministic, true>(params, tile)) {
             tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
         }
     } else {
-        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic && !may_store_dq<C>()) {
+        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic &&
+                      (!may_store_dq<C>() || claims_dq<C>())) {
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
@@ -230,8 +249,8 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
                                        : shape.heads_kv * params.head_splits * shape.batch - first;
             tile.n_block = rest / in_section;
             head = first + rest % in_section;
-            const bool last_first =
-                last_keys_first<Mask, Deterministic>() || (Mask != MaskKind::Full && stores_dq<C>(params));
+            const bool last_first = last_keys_first<Mask, Deterministic>() ||
+                                    (Mask != MaskKind::Full && !claims_dq<C>() && stores_dq<C>(params));
             if (last_first && (Mask != MaskKind::Causal || kMaskProgram || section < params.sections))
                 tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
@@ -239,6 +258,8 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
         head /= params.head_splits;
         tile.batch = head / shape.heads_kv;
         tile.kv_head = head - tile.batch * shape.heads_kv;
+        if constexpr (orders_lists<C>())
+            tile.n_block = list_order<false>(params, tile.batch, tile.kv_head)[tile.n_block];
     }
     const int share = ceil_div(shape.group_size, params.head_splits);
     tile.first_head = tile.kv_head * shape.group_size + tile.split * share;

@@ -28,6 +28,9 @@ struct TileState {
 // Elements of an array that a tile looks at; of larger parts it knows the type alone.
 constexpr i64 kMostScanned = 4096;
 
+// Those of them whose loads are in flight together.
+constexpr int kScannedAtOnce = 8;
+
 // More than kernels and these functions round together, and than what is flushed to 0.
 constexpr float kSpanRelative = 1e-4f;
 constexpr float kSpanAbsolute = 1e-6f;
@@ -282,24 +285,35 @@ __device__ __forceinline__ Span span_load(const ProgramArray& array, const IntSp
         elements *= high[axis] - low[axis] + 1;
         if (elements > kMostScanned) return any;
     }
+    // The last axis is counted through in the innermost loop, several elements at a time, so that their loads
+    // are in flight together; the last one is read again and again until there are so many.
+    const int last_axis = rank - 1;
+    i64 first = 0;
+    int steps[4];
+#pragma unroll
+    for (int axis = 0; axis < 4; ++axis) {
+        steps[axis] = axis < last_axis ? high[axis] - low[axis] : 0;
+        if (axis < last_axis) first += low[axis] * array.strides[axis];
+    }
     Span found = any;
     bool is_first = true;
-    for (int a = low[0]; a <= high[0]; ++a) {
-        for (int b = low[1]; b <= high[1]; ++b) {
-            for (int c = low[2]; c <= high[2]; ++c) {
-                for (int d = low[3]; d <= high[3]; ++d) {
-                    const int at[4] = {a, b, c, d};
-                    i64 offset = 0;
-                    int bit = 0;
+    for (int a = 0; a <= steps[0]; ++a) {
+        for (int b = 0; b <= steps[1]; ++b) {
+            for (int c = 0; c <= steps[2]; ++c) {
+                const i64 line = first + a * array.strides[0] + b * array.strides[1] + c * array.strides[2];
+                for (int d = low[last_axis]; d <= high[last_axis]; d += kScannedAtOnce) {
+                    Span elements[kScannedAtOnce];
 #pragma unroll
-                    for (int axis = 0; axis < 4; ++axis) {
-                        const bool is_bit = bits && axis + 1 == rank;
-                        if (axis < rank) offset += (is_bit ? at[axis] >> 5 : at[axis]) * array.strides[axis];
-                        bit = is_bit ? at[axis] & 31 : bit;
+                    for (int i = 0; i < kScannedAtOnce; ++i) {
+                        const int at = min_of(d + i, high[last_axis]);
+                        const i64 offset = line + (bits ? at >> 5 : at) * array.strides[last_axis];
+                        elements[i] = span_of(load(offset, bits ? at & 31 : 0));
                     }
-                    const Span element = span_of(load(offset, bit));
-                    found = is_first ? element : span_or(found, element);
-                    is_first = false;
+#pragma unroll
+                    for (int i = 0; i < kScannedAtOnce; ++i) {
+                        found = is_first ? elements[i] : span_or(found, elements[i]);
+                        is_first = false;
+                    }
                 }
             }
         }

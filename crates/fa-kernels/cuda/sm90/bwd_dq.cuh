@@ -38,18 +38,20 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     const Blocks blocks = query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
+    // Who stores is known when its sums are ready, not before.
+    constexpr bool kLate = C.varied || claims_dq<C>();
     const bool first_is_stored =
-        C.varied
+        kLate
             ? stores_dq<C>(params)
             : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
                                        tile.split);
     // One past the tiles of queries whose first sums this tile stores. In persistent claiming kernels: one
     // past those that it claims before its sums are ready, because their last keys are its own and it comes
-    // to them before all other tiles. (Elsewhere the early claim would spill registers, and in a ring any
-    // tile may come first.)
-    constexpr bool kClaimsEarly = claims_dq<C>() && C.persistent && !walks_in_ring<C>();
+    // to them before all other tiles. (Elsewhere the early claim would spill registers, and in a ring or
+    // under a program's mask any tile may come first.)
+    constexpr bool kClaimsEarly = claims_dq<C>() && C.persistent && !walks_in_ring<C>() && !kMaskProgram;
     const int stored_end =
-        first_is_stored && (!C.varied || kClaimsEarly) ? stored_queries<C>(params, visible, tile, range) : 0;
+        first_is_stored && (!kLate || kClaimsEarly) ? stored_queries<C>(params, visible, tile, range) : 0;
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
 #pragma unroll 1
@@ -62,7 +64,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             auto semaphore = [&](int of) {
                 return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
             };
-            if constexpr (C.varied) {
+            if constexpr (kLate) {
                 stores = false;
                 if (claims_dq<C>() && first_is_stored && elected) {
                     const bool is_own = m_block < stored_end;

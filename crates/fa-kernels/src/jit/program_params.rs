@@ -32,7 +32,8 @@ param_struct! {
         /// queries, after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries
         /// of each tile of keys.
         pub lists: MutU32Ptr,
-        /// Workspace `[batches, heads, rows, columns]`: states of tiles; backward only.
+        /// Workspace `[batches, heads, rows, columns]`: states of tiles; backward only. Behind them the order
+        /// of the tiles of keys (`attn/block_order.cuh`).
         pub tiles: MutU32Ptr,
         /// Tiles of queries, at most.
         pub rows: i32,

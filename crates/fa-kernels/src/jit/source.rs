@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use fa_core::quantize::Codes;
-use fa_core::spec::WHOLE_ROW_HEAD_DIM;
+use fa_core::spec::{TileOrder, WHOLE_ROW_HEAD_DIM};
 use fa_core::{Arch, Family, Kernel, KernelSpec, Traits, program};
 
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
@@ -95,6 +95,19 @@ pub(crate) const LISTS: &str = "fa_lists";
 
 /// Threads of a CTA of [`LISTS`]: a warp a tile of keys.
 pub(crate) const LISTS_THREADS: u32 = 128;
+
+/// The entry after [`LISTS`] of a backward whose tiles of keys come in the order of their lists.
+pub(crate) const ORDER: &str = "fa_order";
+
+/// Threads of a CTA of [`ORDER`]: one a tile of keys.
+pub(crate) const ORDER_THREADS: u32 = 128;
+
+/// Whether a backward has [`ORDER`]: not one that is deterministic, whose tiles take turns in a fixed order.
+pub(crate) fn orders_lists(spec: &KernelSpec) -> bool {
+    let traits = spec.traits();
+    let is_ordered = traits.tile_order == TileOrder::LongestFirst && !traits.pass.deterministic();
+    spec.kernel.is_backward() && spec.score.masks() && is_ordered
+}
 
 /// The entry after these of kernels that read the pairs which a mask leaves as bits (`attn/mask_bits.cuh`).
 pub(crate) const MASK_BITS: &str = "fa_mask_bits";
@@ -191,6 +204,7 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (COMBINE, spec.split),
         (MAP, spec.score.masks()),
         (LISTS, spec.score.masks() && is_backward),
+        (ORDER, orders_lists(spec)),
         (MASK_BITS, mask_bits_threads(spec).is_some()),
     ];
     let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
@@ -507,6 +521,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     if spec.score.masks() {
         text.push_str("#include \"attn/block_map.cuh\"\n");
     }
+    if orders_lists(spec) {
+        text.push_str("#include \"attn/block_order.cuh\"\n");
+    }
     let gradients = array_gradients(spec);
     if !gradients.is_empty() {
         text.push_str("#include \"attn/array_gradient.cuh\"\n");
@@ -586,6 +603,10 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
                 &all_params,
                 format!("list_queries<map_rules>({of_params})"),
             ));
+        }
+        if orders_lists(spec) {
+            let function = format!("order_lists<map_rules>({of_params})");
+            text.push_str(&call(ORDER, ORDER_THREADS, &all_params, function));
         }
         if let Some(threads) = mask_bits_threads(spec) {
             let folder = if is_wide(spec) { "wide" } else { "sm90" };

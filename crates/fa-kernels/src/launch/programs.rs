@@ -7,9 +7,12 @@ use fa_core::{Arch, KernelSpec, Problem};
 use crate::Error;
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::program_params::BlockMapParams;
-use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS, MASK_BITS, mask_bits_threads};
+use crate::jit::source::{
+    ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS, MASK_BITS, ORDER, ORDER_THREADS, mask_bits_threads, orders_lists,
+};
 use crate::launch::checks::count;
 use crate::launch::launches::Launch;
+use crate::launch::varied::PlanBounds;
 
 /// Tiles of keys, and of queries, that a map's entries can name (`BlockEntry` of attn/block_list.cuh).
 const MOST_TILES: usize = 1 << 15;
@@ -57,10 +60,13 @@ pub(crate) struct BlockMap {
     pub params: BlockMapParams,
     /// Of the lists, and of the bits behind them.
     pub list_bytes: usize,
+    /// Of the tiles' states, and of the order of the tiles of keys behind them.
     pub tile_bytes: usize,
     /// CTAs that find the states, and tiles of keys whose queries are listed.
     pub rows: u32,
     pub columns: u32,
+    /// The launch that orders the tiles of keys, of a backward that draws them so.
+    pub order: Option<Launch>,
     /// The launch that evaluates the mask's pairs, of a kernel that reads them as bits.
     pub bits: Option<Launch>,
 }
@@ -119,7 +125,21 @@ impl BlockMap {
                 bits = Some(Launch::plain(MASK_BITS, ctas as u32, threads, 0));
             }
         }
-        let tile_bytes = if spec.kernel.is_backward() { words(rows.saturating_mul(columns)) } else { 0 };
+        let mut tile_bytes = if spec.kernel.is_backward() { words(rows.saturating_mul(columns)) } else { 0 };
+        let mut order = None;
+        if orders_lists(spec) {
+            // With lengths on the device the tiles of all sequences have an order for each head.
+            let (orders, tiles) = if spec.reads.varied {
+                (heads, PlanBounds::backward(problem, &traits).n_tiles)
+            } else {
+                (slots, columns)
+            };
+            tile_bytes = tile_bytes.saturating_add(orders.saturating_mul(tiles).saturating_mul(4));
+            let warps = orders.saturating_mul(tiles.div_ceil(32));
+            let ctas = warps.saturating_mul(32).div_ceil(ORDER_THREADS as usize);
+            let ctas = count("tiles of a program's mask", ctas)? as u32;
+            order = Some(Launch::plain(ORDER, ctas, ORDER_THREADS, 0));
+        }
         let ctas = |tiles: usize| count("tiles of a program's mask", slots.saturating_mul(tiles));
         Ok(Some(BlockMap {
             params: BlockMapParams {
@@ -135,6 +155,7 @@ impl BlockMap {
             tile_bytes,
             rows: ctas(rows)? as u32,
             columns: ctas(columns)? as u32,
+            order,
             bits,
         }))
     }

@@ -620,3 +620,37 @@ fn first_sums_of_dq_are_stored_and_said_by_semaphores_of_several_tiles() {
     assert_eq!(stores(&spec, Lengths::uniform(3, 1000, 999)), (0, false));
     assert_eq!(stores(&backward_spec(false), Lengths::uniform(3, 1000, 1000)), (0, false));
 }
+
+#[test]
+fn tiles_of_keys_are_ordered_behind_their_lists() {
+    use fa_core::program::Program;
+    let program = Program::parse("mask = k <= q or k < 300;").unwrap().intern().unwrap();
+    let listed = |deterministic, tile_order, lengths: Lengths| {
+        let mut spec = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(deterministic) };
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("{spec}") };
+        kernel.tile_order = tile_order;
+        spec.score.program = Some(program);
+        spec.reads.varied = !lengths.is_uniform();
+        let mut problem = problem().with_lengths(lengths).with_mask(Mask::FULL);
+        problem.score.program = Some(program);
+        let launches = launches_of(&spec, &problem, Arch::Sm90, SMS).unwrap();
+        let order = entries(&launches).into_iter().find(|(name, _)| *name == "fa_order");
+        let tiles = launches.workspace.map_tiles.expect("a map").bytes / 4;
+        (entries(&launches).into_iter().map(|(name, _)| name).collect::<Vec<_>>(), order, tiles)
+    };
+    let (longest, square) = (TileOrder::LongestFirst, Lengths::uniform(3, 1000, 1000));
+    let (names, order, tiles) = listed(false, longest, square);
+    let all = ["fa_preprocess", "fa_map", "fa_lists", "fa_order", "fa_mask_bits", "fa_kernel"];
+    assert_eq!(names[..6], all);
+    // One map of 16 tiles of queries and 8 of keys, whose order is a warp's.
+    assert_eq!((order, tiles), (Some(("fa_order", 1)), 16 * 8 + 8));
+    for (deterministic, order) in [(true, longest), (false, TileOrder::Natural)] {
+        let (names, _, tiles) = listed(deterministic, order, square);
+        assert!(!names.contains(&"fa_order") && names.contains(&"fa_lists"), "{names:?}");
+        assert_eq!(tiles, 16 * 8);
+    }
+    // Packed: an order of the tiles of all sequences, of which there are 3 more at most than whole ones.
+    let (_, order, tiles) = listed(false, longest, Lengths::packed(3, 2000, 2000, 1000, 1000));
+    let most = Lengths::packed(3, 2000, 2000, 1000, 1000).most_tiles_k(128);
+    assert_eq!((order, tiles), (Some(("fa_order", 1)), 3 * 16 * 8 + most));
+}

@@ -5,10 +5,14 @@ use fa_core::{Arch, KernelSpec, MaskKind, Problem};
 
 /// The heads of a section in the natural order of tiles, if one tile of keys stores its sums of dQ for the
 /// others to add to; `None` if all sums are added to zeros that preprocess writes. With uniform lengths,
-/// storing requires that every query sees a key. `sms`: SMs of the GPU at hand.
+/// storing requires that every query sees a key, but under a program's mask. `sms`: SMs of the GPU at hand.
 pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
     if !spec.backward().is_some_and(|traits| traits.may_store_dq) {
         return None;
+    }
+    // The first tile of keys to arrive claims a tile of dQ; one that none visits is known by that.
+    if spec.score.masks() {
+        return Some(1);
     }
     let traits = spec.traits();
     let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
@@ -82,6 +86,10 @@ mod tests {
         assert_eq!(stores(&causal.with_mask(Mask::window(64, 64))), Some(1));
         assert_eq!(stores(&causal.with_mask(Mask::window(64, 1000))), None);
         assert_eq!(stores(&causal.with_mask(Mask::band(Some(64), None))), None);
+        // Under a program's mask whoever comes first, also where queries see nothing.
+        let program = fa_core::program::Program::parse("q % 3 == k % 3").unwrap().intern().unwrap();
+        let masked = fa_core::ScoreMod::NONE.with_program(Some(program));
+        assert_eq!(stores(&causal.with_score(masked).with_lengths(Lengths::uniform(4, 1000, 999))), Some(1));
         // A full mask: half the SMs' number of heads side by side, whose queries stay in the L2.
         let full = Problem::square(32, 512, 16, 64, Mask::FULL, Dtype::Bf16);
         assert_eq!(stores(&full), Some(66));

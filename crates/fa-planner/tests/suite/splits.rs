@@ -126,6 +126,28 @@ fn packed_groups_are_whole_unless_sequences_are_long() {
     }
 }
 
+/// Of the masks of `bench/mods.py`, two parts are faster than one and four where long lists stay beside short
+/// ones (NB-201); few heads are divided further.
+#[test]
+fn listed_tiles_have_two_parts_unless_they_leave_the_gpu_idle() {
+    use fa_core::ScoreMod;
+    use fa_core::program::Program;
+    let masked = |text: &str, (heads_q, heads_kv), batch| {
+        let program = Program::parse(text).unwrap().intern().unwrap();
+        let problem = Problem::square(batch, 8192, heads_q, 128, Mask::FULL, Dtype::Bf16)
+            .with_heads_kv(heads_kv)
+            .with_score(ScoreMod::NONE.with_program(Some(program)));
+        chosen(&problem, Pass::BACKWARD)
+    };
+    let prefix = "mask = k <= q or k < 1024;";
+    for text in [prefix, "mask = k <= q and (q - k) % 4 == 0;"] {
+        assert_eq!(masked(text, (32, 8), 2), 2, "{text}");
+    }
+    let documents = "array doc: i32[_]; mask = k <= q and doc[q] == doc[k];";
+    assert_eq!(masked(documents, (32, 8), 2), 1);
+    assert!(masked(prefix, (8, 1), 1) > 2);
+}
+
 #[test]
 fn single_heads_have_one_part() {
     for Measured { problem, .. } in measured() {
