@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::fmt::Write;
 
+use fa_core::program::Ahead;
 use fa_core::{Dtype, Problem, Strides, TensorLayout};
 use fa_kernels::launch::{Launches, Shape, Step, TensorMap};
 use fa_planner::divide;
@@ -83,6 +84,7 @@ impl Unit {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
                 Step::Plan(launch) | Step::Launch(launch) => {
+                    let ahead = self.spec.score.program.and_then(|program| program.ahead());
                     let mut arguments: Vec<*const c_void> = vec![params.raw().cast_const()];
                     if launch.takes_maps {
                         arguments.extend(maps.iter().map(|map| (&raw const *map).cast::<c_void>()));
@@ -99,9 +101,11 @@ impl Unit {
                             cluster: launch.cluster,
                             resident: options.resident,
                             smem_bytes: launch.smem,
-                            // So do the kernels of arrays' gradients, of every family.
+                            // So do the kernels of arrays' gradients, of every family, and what copies an
+                            // array of 16 bits ahead.
                             cp_async: self.spec.traits().copies_rows()
-                                || launch.entry.starts_with("fa_array_gradient"),
+                                || launch.entry.starts_with("fa_array_gradient")
+                                || ahead.is_some_and(Ahead::is_copied),
                             blocks_per_sm: if launch.entry == fa_kernels::ENTRY { blocks_per_sm } else { 1 },
                         })
                     };

@@ -29,6 +29,11 @@ pub struct Ahead {
 }
 
 impl Ahead {
+    /// Whether the SM90 class copies a tile of the elements to shared memory before it is needed.
+    pub const fn is_copied(self) -> bool {
+        matches!(self.form, AheadForm::Keys) && self.bytes == 2
+    }
+
     /// Registers of a thread that hold what it reads ahead for `scores` of its scores. Rows of `packed` heads
     /// share no distances, and nothing is read ahead for them.
     pub const fn registers(self, scores: u32, packed: bool) -> u32 {

@@ -2,10 +2,11 @@
 //! some of which leave rows and columns without any key; biases, changes that are additive and others; per
 //! head, per sequence, and with packed heads, lengths on the device, pages and splits.
 
-use fa_core::program::Program;
-use fa_core::{Arch, KernelSpec, MaskKind, Reads};
+use fa_core::program::{OwnedArray, OwnedData, OwnedInputs, Program};
+use fa_core::{Arch, KernelSpec, Lengths, MaskKind, Reads};
 use fa_emu::sweep;
 use fa_emu::sweep::{Case, Trials, sweep};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::emulator;
@@ -138,6 +139,46 @@ fn biases_are_right_in_tiles_of_any_size() {
     let found: Vec<String> =
         BIASED.into_iter().flat_map(|kernel| faults(&spec(kernel, "causal", bias), &trials)).collect();
     assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
+}
+
+/// What a bias's array may be for 2 heads, 90 queries and 144 keys: its strides, and its keys. Rows begin on 16
+/// bytes, on 4 and on 2; one row is for all queries, on 16 bytes and on 2; keys are apart; keys are missing.
+const ARRAYS: [([i64; 3], i32); 7] = [
+    ([90 * 144, 144, 1], 144),
+    ([90 * 146, 146, 1], 144),
+    ([90 * 145, 145, 1], 144),
+    ([144, 0, 1], 144),
+    ([145, 0, 1], 144),
+    ([90 * 288, 288, 2], 144),
+    ([90 * 144, 144, 1], 100),
+];
+
+#[test]
+#[ignore = "emulation"]
+fn biases_are_right_however_they_lie() {
+    let kernels = BIASED.into_iter().chain([1, 2, 5, 6].map(|index| KERNELS[index]));
+    for kernel in kernels {
+        let spec = spec(kernel, "full", "array bias: bf16[_, _, _]; score = s + bias[h, q, k];");
+        let unit = emulator().unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let mut problem = sweep::cases(&spec)[0].problem;
+        problem.lengths = Lengths::uniform(1, 90, 144);
+        problem = problem.with_heads(2, if spec.kernel.is_backward() { 2 } else { 1 });
+        let Case { placement, extras, .. } = Case::of(&problem, Placement::PACKED);
+        for ([head, query, key], keys) in ARRAYS {
+            let mut inputs = OwnedInputs::drawn(&problem, 1).unwrap();
+            let elements =
+                (0..2 * 90 * 288).map(|i: u32| 0x3f80 | (i.wrapping_mul(40503) >> 9 & 0x807f) as u16);
+            inputs.arrays[0] = OwnedArray {
+                data: OwnedData::Bf16(elements.collect()),
+                strides: [head, query, key, 0],
+                extents: [2, 90, keys, 1],
+            };
+            let trial = Trial::with_inputs(&problem, spec.kernel.pass(), placement, &extras, Some(inputs));
+            let proof = trial.run(&unit, &Options::seed(2)).unwrap();
+            let faults = proof.faults().join("\n");
+            assert!(proof.passed(), "{spec}, strides {head}, {query}, {key}, {keys} keys:\n{faults}");
+        }
+    }
 }
 
 #[test]

@@ -329,14 +329,14 @@ struct Ahead {
 
 // Turns products into scores, as exponents of which a natural unit has `unit`: finite where scores are, as
 // -inf alone hides a key. `scores`: the factors of the products.
-template <int N, class Params, class Place>
+template <int N, class Params, class Place, class Read>
 __device__ __forceinline__ void change_scores(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                              const Place& place, const Ahead<Place, N>& ahead, float unit) {
+                                              const Place& place, const Read& ahead, float unit) {
     place.template for_each<N>(programs_of(params),
                                [&](int i, const auto& mods, const auto& row, const auto& column) {
                                    const float product = s[i] * scores.scale;
                                    float score;
-                                   if constexpr (Ahead<Place, N>::kReads) {
+                                   if constexpr (Read::kReads) {
                                        score = mods.score(product, row, column, ahead.at(i));
                                    } else {
                                        score = mods.score(product, row, column);
@@ -346,13 +346,13 @@ __device__ __forceinline__ void change_scores(float (&s)[N], const Params& param
 }
 
 // The same to exponents of 2.
-template <int N, class Params, class Place, class M = Mods>
+template <int N, class Params, class Place, class Read, class M = Mods>
 __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                             const Place& place, const Ahead<Place, N>& ahead) {
+                                             const Place& place, const Read& ahead) {
     if constexpr (M::kScore && M::kAdditive) {
         place.template for_each<N>(programs_of(params),
                                    [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                       if constexpr (Ahead<Place, N>::kReads) {
+                                       if constexpr (Read::kReads) {
                                            const float added = mods.exponent(row, column, ahead.at(i));
                                            s[i] = fmaf(s[i], scores.scale_log2, added);
                                        } else {
@@ -410,7 +410,8 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
 
 // to_exponents() without anything read ahead.
 template <int N, class Params, class Place>
-__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const Place& place) {
+__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                             const Place& place) {
     constexpr int kPart = Ahead<Place, N>::kReads ? part_of<N>() : N;
 #pragma unroll
     for (int begin = 0; begin < N; begin += kPart) {
@@ -420,7 +421,7 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
         float part[kPart];
 #pragma unroll
         for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
-        to_exponents(part, params, params.score, own, ahead);
+        to_exponents(part, params, scores, own, ahead);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }

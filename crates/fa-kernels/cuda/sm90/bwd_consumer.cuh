@@ -1,5 +1,6 @@
 // The consumers of the SM90 backward: each warpgroup computes its part of the five products of a step.
 #pragma once
+#include "attn/ahead_copies.cuh"
 #include "attn/alibi.cuh"
 #include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
@@ -102,6 +103,8 @@ struct BwdConsumer {
     float dv[Dv::kBlocks][Dv::kRegisters];
     u32 p_words[S::kBlocks][kWords];
     u32 ds_words[S::kBlocks][kWords];
+
+    [[no_unique_address]] AheadState<typename T::Copies, S::kBlocks> ahead;
 
     // Issues D = First Second^T, or its transpose with Swap, as one wgmma group.
     template <class P, bool Swap, int Begin = 0, int Count>
@@ -213,6 +216,33 @@ struct BwdConsumer {
                             warp, lane);
     }
 
+    // Where what the warp copies for block `b` lies.
+    __device__ __forceinline__ u32 copied(int b) const {
+        return smem_address(smem.ahead.parts[S::kBlocks * (4 * wg + warp) + b]);
+    }
+    // Starts to copy what the program reads for a tile of queries.
+    __device__ __forceinline__ void copy_ahead(int head, int m_block) {
+        constexpr bool kSwap = C.sdp_swap_ab;
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            const auto place = place_of(b, head, m_block);
+            const auto mods = place.mods(programs_of(params), 0);
+            const int first_query = place.query[0] - (kSwap ? lane % 4 * 2 : lane / 4);
+            const int first_key = place.key - (kSwap ? lane / 4 : lane % 4 * 2);
+            auto offset_of = [&](int r) { return mods.ahead_offset(mods.row(first_query + r)); };
+            ahead.copies[b].start(copied(b), mods, first_key, visible.seqlen.k(), offset_of);
+        }
+    }
+    // Turns products of block `b` into exponents by the program.
+    template <class Place>
+    __device__ __forceinline__ void make_exponents(int b, const Place& place) {
+        if constexpr (copies_ahead()) {
+            to_exponents(s[b], params, params.score, place, ahead.copies[b], copied(b));
+        } else {
+            to_exponents(s[b], params, params.score, place);
+        }
+    }
+
     // Turns products into probabilities P of a tile of queries, in place, but for the keys that `bits`
     // hide. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
     // p_words, and its product with the slope stays.
@@ -223,7 +253,7 @@ struct BwdConsumer {
         for (int b = 0; b < S::kBlocks; ++b) {
             score_mod.apply(s[b]);
             if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
-            if constexpr (kScoreProgram) to_exponents(s[b], params, place_of(b, head, m_block));
+            if constexpr (kScoreProgram) make_exponents(b, place_of(b, head, m_block));
             if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place_of(b, head, m_block));
         }
         mask_band(m_block);
@@ -275,7 +305,7 @@ struct BwdConsumer {
         for (int b = 0; b < S::kBlocks; ++b) {
             const auto place = place_of(b, head, m_block);
             slopes_of(slopes[b], s[b], params, place);
-            to_exponents(s[b], params, place);
+            make_exponents(b, place);
             if constexpr (kMaskProgram) bits.hide(s[b], b, programs_of(params), place);
         }
         mask_band(m_block);
@@ -459,6 +489,10 @@ struct BwdConsumer {
         to_probabilities(head, m_block, slope);
         const bool masks = kMaskProgram && bits.masks;
         read_bits(blocks, next, next_entry);
+        if constexpr (copies_ahead()) {
+            const int own = kMaskProgram ? next_entry.block() : next;
+            if (ahead.head < tile.end_head) copy_ahead(ahead.head, own);
+        }
         wgmma::wait<0>();
         differentiate(head, m_block, masks, slope);
         if constexpr (!kScoreSlope) pack_p(head, m_block);
@@ -495,6 +529,11 @@ struct BwdConsumer {
 
     // The mainloop over the tile's query heads and tiles of queries.
     __device__ __forceinline__ void main_loop() {
+        if constexpr (copies_ahead()) {
+            const Blocks own =
+                query_list<mask_tile_words<C>()>(params, tile.batch, tile.kv_head, tile.n_block);
+            copy_ahead(tile.first_head, own.at(query_block<C>(range, walk, range.begin)));
+        }
         mbarrier_wait(smem.k_full, places.keys_phase);
         mbarrier_wait(smem.v_full, places.keys_phase);
         const Blocks blocks =
@@ -511,6 +550,7 @@ struct BwdConsumer {
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
             for (int i = range.begin; i < range.end; ++i) {
                 const int next = i + 1 < range.end ? i + 1 : range.begin;
+                if constexpr (copies_ahead()) ahead.head = i + 1 < range.end ? head : head + 1;
                 int m_block = query_block<C>(range, walk, i);
                 if constexpr (kMaskProgram) m_block = next_entry.block();
                 step(blocks, head, m_block, query_block<C>(range, walk, next), slope);

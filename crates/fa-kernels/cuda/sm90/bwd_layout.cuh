@@ -1,6 +1,7 @@
 // The SM90 backward's layout: warpgroups' parts of the products, tiles, the order of dQ's accumulators,
 // registers, named barriers and shared memory.
 #pragma once
+#include "attn/ahead_copies.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
 #include "attn/seqlen.cuh"
@@ -135,6 +136,10 @@ struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumerRegs = C.num_wg == 2 ? (kWideProducer ? 232 : 240) : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
+    // What a consumer's warp copies of an array that its program reads ahead, for each block of 64 rows.
+    using Copies = AheadCopies<ScorePlace<C.sdp_swap_ab>, BwdLayout<C>::S::kRegisters>;
+    using AheadParts = AheadTiles<Copies, kConsumerWarps * BwdLayout<C>::S::kBlocks>;
+
     // The order within a step, chosen by measurement on an H100. kDqAhead: where shared memory has bandwidth
     // to spare, the wait for the dQ buffer comes before dQ's product, and the buffer is announced during the
     // next step's products. (Shared memory has none to spare with 64-row tiles at head dim 128, or with P in
@@ -217,6 +222,7 @@ struct alignas(1024) BwdStorage {
     [[no_unique_address]] Either<C.dq_via_smem, TileStages<T::DqOrder::kSlice * 4, 1>, NoTile> dq;
     alignas(128) float lse[C.do_stages][C.tile_m];
     alignas(128) float dpsum[C.do_stages][C.tile_m];
+    [[no_unique_address]] typename T::AheadParts ahead;
     Mbarrier k_full;
     Mbarrier v_full;
     PipelineBarriers<C.q_stages> q_bars;

@@ -1,5 +1,6 @@
 // The consumers of the SM90 forward: each warpgroup computes 64 query rows over the keys that they see.
 #pragma once
+#include "attn/ahead_copies.cuh"
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/descales.cuh"
@@ -273,7 +274,23 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         // What a program reads of the tile of keys at place `i`, issued before the wait for its products.
         Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
         FwdMaskBits<C> mask_bits;
+        typename T::Copies copies;
+        // Starts to copy what it reads of the tile of keys at place `i`.
+        auto copy_ahead = [&](int i) {
+            if constexpr (copies_ahead()) {
+                if (i < range.begin || copies.rows == AheadRows::None) return;
+                copies.start(smem_address(smem.ahead.parts[4 * wg + warp]), programs_of(params),
+                             blocks.at(i) * C.tile_n);
+            }
+        };
         auto read_ahead = [&](int i) {
+            if constexpr (copies_ahead()) {
+                if (copies.rows != AheadRows::None) {
+                    copies.read(ahead.words_of, smem_address(smem.ahead.parts[4 * wg + warp]));
+                    copy_ahead(i - 1);
+                    return;
+                }
+            }
             if constexpr (kScoreProgram) {
                 ahead.read(programs_of(params),
                            row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
@@ -319,6 +336,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         if (!range.empty()) {
+            if constexpr (copies_ahead()) {
+                const auto place =
+                    row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row, own_column);
+                copies.prepare(programs_of(params), place, seqlen.k());
+                copy_ahead(range.end - 1);
+            }
             smem.q_bars.wait_full(q_state);
             if constexpr (C.skips_blocks) {
 #pragma unroll 1

@@ -1,5 +1,7 @@
 // The SM90 forward's layout: tiles, wgmma shapes, registers, producer warps and shared memory.
 #pragma once
+#include "attn/ahead_copies.cuh"
+#include "attn/programs.cuh"
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
@@ -79,6 +81,9 @@ struct Traits {
     static constexpr int kProducerWarps = C.paged || kCodes ? 2 * kPageWarps : 1;
     static constexpr int kLoadingWarps = C.gather || kCodes ? kPageWarps : 1;
 
+    // What a consumer's warp copies of an array that its program reads ahead.
+    using Copies = AheadOfRows<ScorePlace<false, C.pack_gqa>, C.tile_n / 2>;
+
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
 };
@@ -118,6 +123,7 @@ struct alignas(1024) SharedStorage {
         CodeStages<T::template Codes<typename T::K>::kBytes, T::template Codes<typename T::V>::kBytes,
                    max_of(C.code_stages, 1), C.tile_n>,
         NoCodeStages> codes;
+    [[no_unique_address]] AheadTiles<typename T::Copies, T::kConsumerWarps> ahead;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;

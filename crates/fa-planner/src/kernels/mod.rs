@@ -20,9 +20,9 @@ pub mod sm90_wide;
 
 pub use planned::unbound;
 
-use fa_core::program::AheadForm;
+use fa_core::program::{Ahead, AheadForm};
 use fa_core::spec::{TileOrder, tile_queries};
-use fa_core::{Division, MaskKind, Problem};
+use fa_core::{Division, KernelSpec, MaskKind, Problem};
 
 /// Tiles up to which splits of the keys are tried where a sequence's queries fit a tile (decode): some four
 /// for each SM of a large GPU. More tiles fill it.
@@ -94,6 +94,11 @@ fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
 fn shares_distances(problem: &Problem) -> bool {
     let ahead = problem.score.program.and_then(|program| program.ahead());
     ahead.is_some_and(|ahead| matches!(ahead.form, AheadForm::Distances { .. }))
+}
+
+/// Whether a program reads an array whose elements the SM90 class copies to shared memory a tile ahead.
+fn copies_ahead(spec: &KernelSpec) -> bool {
+    spec.score.program.and_then(|program| program.ahead()).is_some_and(Ahead::is_copied)
 }
 
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it

@@ -7,6 +7,7 @@ use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
 use crate::guide::regs;
 use crate::head_dims::HeadDims;
+use crate::kernels::copies_ahead;
 use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
@@ -26,6 +27,8 @@ const ROW_STAT_ALIGN: u32 = 128;
 /// - `dq` `[tile_m, hd / dq_slices]` f32 with `dq_via_smem`: the tile that a bulk reduction adds to device
 ///   memory;
 /// - `lse` and `dpsum` `[do_stages][tile_m]` f32, which arrive with dO;
+/// - where a program's array is copied `ahead` `[tile_m][tile_n]` of 16 bits, unless S is transposed with 8
+///   more columns for each warpgroup that shares its rows;
 /// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage;
 ///   with `persistent` also `k_empty`, `v_empty`, `drawn_full` and `drawn_empty`, and the tile that was
 ///   `drawn`, with its sequence's lengths where they are on the device; and a `ticket`, the number of a
@@ -54,6 +57,11 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     }
     plan.push("lse", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push("dpsum", do_stages * tile_m * 4, ROW_STAT_ALIGN);
+    if copies_ahead(spec) {
+        let beside = kernel.num_wg / kernel.atom_layout_m_sdp.max(1);
+        let pad = if kernel.sdp_swap_ab { 0 } else { 8 * beside };
+        plan.push("ahead", tile_m * (tile_n + pad) * 2, ROW_STAT_ALIGN);
+    }
     plan.push_mbarriers("k_full", 1);
     plan.push_mbarriers("v_full", 1);
     for (name, stages) in

@@ -3,6 +3,7 @@
 use fa_core::spec::{Scheduler, operand_columns};
 use fa_core::{KernelSpec, Sm90Fwd};
 
+use crate::kernels::copies_ahead;
 use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
@@ -17,6 +18,8 @@ pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 ///   stays in registers;
 /// - where K and V are codes `k_codes` `[code_stages][tile_n, hd]`, `v_codes` `[code_stages][tile_n, hdv]`,
 ///   of int4 half as many bytes, and `descales` `[code_stages][2][tile_n]` f32;
+/// - where a program's array is copied `ahead` `[tile_m][tile_n + 8]` of 16 bits: the pitch lets ldmatrix find
+///   its rows in banks of their own;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
 ///   lengths on the device).
@@ -41,6 +44,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
         plan.push("v_codes", stored(hdv), CODE_ALIGN);
         plan.push("descales", rows * 2 * 4, CODE_ALIGN);
     }
+    if copies_ahead(spec) {
+        plan.push("ahead", tile_m * (tile_n + 8) * 2, AHEAD_ALIGN);
+    }
     plan.push_mbarriers("q_full", q_stages);
     plan.push_mbarriers("q_empty", q_stages);
     for name in ["k_full", "k_empty", "v_full", "v_empty"] {
@@ -56,6 +62,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
 
 /// Alignment of codes and their descales: a full sweep over the 32 banks.
 const CODE_ALIGN: u32 = 128;
+
+/// Alignment of what is copied ahead.
+const AHEAD_ALIGN: u32 = 128;
 
 /// Further registers where CTAs share an SM: what needs 104 of 104 or 88 of 88 without them is serialised
 /// (C7512), what needs 116 of 120 is not.
