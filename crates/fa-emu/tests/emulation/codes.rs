@@ -79,7 +79,7 @@ const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true
 
 /// A kernel for wide heads: keys of a step, buffers of them, and how tiles are assigned to CTAs.
 macro_rules! wide {
-    ($tile_n:literal, $kv_stages:literal, $tiles:literal, latent: $latent:literal, overlap: $overlap:literal) => {
+    ($tile_n:literal, $stages:literal, $tiles:literal, latent: $latent:literal, overlap: $overlap:literal) => {
         concat!(
             "Sm90Wide((tile_m: 64, tile_n: ",
             $tile_n,
@@ -88,7 +88,7 @@ macro_rules! wide {
             ", overlap: ",
             $overlap,
             ", kv_stages: ",
-            $kv_stages,
+            $stages,
             ", scheduler: ",
             $tiles,
             ", tile_order: Natural, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true, head_parts: 1))"
