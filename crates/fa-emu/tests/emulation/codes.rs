@@ -79,10 +79,10 @@ const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true
 
 /// A kernel for wide heads: keys of a step, buffers of them, and how tiles are assigned to CTAs.
 macro_rules! wide {
-    ($tile_n:literal, $stages:literal, $tiles:literal, latent: $latent:literal, overlap: $overlap:literal) => {
+    ($keys:literal, $stages:literal, $tiles:literal, latent: $latent:literal, overlap: $overlap:literal) => {
         concat!(
             "Sm90Wide((tile_m: 64, tile_n: ",
-            $tile_n,
+            $keys,
             ", latent: ",
             $latent,
             ", overlap: ",
