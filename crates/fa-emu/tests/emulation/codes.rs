@@ -77,31 +77,32 @@ const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true
                       q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: PerTile, tile_order: Natural, \
                       cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
 
-/// A kernel for wide heads: keys of a step, and buffers of them.
+/// A kernel for wide heads: keys of a step, buffers of them, and how tiles are assigned to CTAs.
 macro_rules! wide {
-    ($tile_n:literal, $kv_stages:literal, latent: $latent:literal, overlap: $overlap:literal) => {
+    ($keys:literal, $stages:literal, $tiles:literal, latent: $latent:literal, overlap: $overlap:literal) => {
         concat!(
             "Sm90Wide((tile_m: 64, tile_n: ",
-            $tile_n,
+            $keys,
             ", latent: ",
             $latent,
             ", overlap: ",
             $overlap,
             ", kv_stages: ",
-            $kv_stages,
-            ", scheduler: Static, tile_order: Natural, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true, \
-             head_parts: 1))"
+            $stages,
+            ", scheduler: ",
+            $tiles,
+            ", tile_order: Natural, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true, head_parts: 1))"
         )
     };
 }
-const LATENTS: &str = wide!(64, 2, latent: true, overlap: false);
-const LATENTS_ONE: &str = wide!(64, 1, latent: true, overlap: false);
-const LATENTS_THREE: &str = wide!(64, 3, latent: true, overlap: false);
-const LATENTS_UNDER: &str = wide!(64, 2, latent: true, overlap: true);
-const LATENTS_SHORT: &str = wide!(32, 4, latent: true, overlap: false);
-const WIDE: &str = wide!(64, 1, latent: false, overlap: true);
-const WIDE_AFTER: &str = wide!(64, 2, latent: false, overlap: false);
-const WIDE_SHORT: &str = wide!(32, 3, latent: false, overlap: true);
+const LATENTS: &str = wide!(64, 2, "PerTile", latent: true, overlap: false);
+const LATENTS_ONE: &str = wide!(64, 1, "Static", latent: true, overlap: false);
+const LATENTS_THREE: &str = wide!(64, 3, "PerTile", latent: true, overlap: false);
+const LATENTS_UNDER: &str = wide!(64, 2, "Static", latent: true, overlap: true);
+const LATENTS_SHORT: &str = wide!(32, 4, "Static", latent: true, overlap: false);
+const WIDE: &str = wide!(64, 1, "PerTile", latent: false, overlap: true);
+const WIDE_AFTER: &str = wide!(64, 2, "PerTile", latent: false, overlap: false);
+const WIDE_SHORT: &str = wide!(32, 3, "PerTile", latent: false, overlap: true);
 
 impl Own {
     const fn of(kernel: &'static str, arch: Arch, types: (Dtype, Dtype), rows: Rows) -> Own {
