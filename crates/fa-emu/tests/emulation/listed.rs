@@ -90,7 +90,7 @@ fn whoever_comes_first_under_a_programs_mask_stores_its_sums_of_dq() {
     }
 }
 
-/// The first CTA has the longest list, and no other one a longer one than the CTA before it.
+/// The first CTA has the longest list, and each other one a shorter one than the CTA before it.
 #[test]
 #[ignore = "emulation"]
 fn tiles_of_keys_come_in_the_order_of_their_lists() {
@@ -108,13 +108,9 @@ fn tiles_of_keys_come_in_the_order_of_their_lists() {
         proof.outcome.spans.iter().filter(|span| span.track == "TMA").count()
     };
     let boxes: Vec<usize> = (0..4).map(boxes).collect();
-    // Each step has the same loads; a tile that is visited by none has no others either.
-    let a_step = (boxes[0] - boxes[1]) / (lists[0] - lists[1]);
-    assert!(a_step > 0 && boxes[3] == 0 && lists[3] == 0, "{boxes:?} for {lists:?}");
-    assert!(lists[2] > 0, "{lists:?}");
-    for cta in 1..3 {
-        assert_eq!(boxes[0] - boxes[cta], a_step * (lists[0] - lists[cta]), "{boxes:?} for {lists:?}");
-    }
+    // A longer list has more loads, and a tile that is visited by none has none.
+    assert!(lists.is_sorted_by(|a, b| a > b) && lists[3] == 0, "{lists:?}");
+    assert!(boxes.is_sorted_by(|a, b| a > b) && boxes[3] == 0, "{boxes:?} for {lists:?}");
 }
 
 #[test]
