@@ -55,7 +55,17 @@ _OF_TORCH = (
 def __getattr__(name: str) -> Any:
     if name not in _OF_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module("fa_attn.flex"), name)
+    try:
+        module = _import_module("fa_attn.flex")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"fa_attn.{name} takes torch's tensors, and torch is not installed: install it, or give numpy "
+            "arrays to flash_attn_func, with mask_mod and score_mod, or jax's to fa_attn.jax",
+            name="torch",
+        ) from error
+    value = globals()[name] = getattr(module, name)
     return value
 
 

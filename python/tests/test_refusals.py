@@ -1,5 +1,7 @@
 """What is refused on numpy arrays, and what a refusal names."""
 
+import importlib.util
+
 import hostile
 import numpy as np
 import pytest
@@ -13,6 +15,14 @@ def test_masked_arrays_are_refused():
     for given in ((np.ma.masked_array(q, q > 0), k, v), (q, k, np.ma.masked_array(v, v > 0))):
         with pytest.raises(fa_attn.InputTypeError, match="masked"):
             fa_attn.flash_attn_func(*given)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
+def test_functions_of_torch_say_what_they_are_without_it():
+    for name in ("flex_attention", "scaled_dot_product_attention", "BlockMask"):
+        with pytest.raises(ModuleNotFoundError, match=f"fa_attn.{name} takes torch's tensors") as raised:
+            getattr(fa_attn, name)
+        assert raised.value.name == "torch"
 
 
 def test_what_is_not_computed_raises_and_says_what_would_work():
