@@ -77,10 +77,11 @@ impl Launches {
         if let Some(map) = BlockMap::of(spec, problem)? {
             workspace.add_map(map.list_bytes, map.tile_bytes)?;
             own_map = map.params;
-            if n_tiles > 0 && m_tiles > 0 {
-                steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
-            }
             if n_tiles > 0 {
+                // Lists are of all the states that there may be, also where no sequence has queries.
+                if map.rows > 0 {
+                    steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+                }
                 let ctas = (map.columns * 32).div_ceil(LISTS_THREADS);
                 steps.push(Step::Launch(Launch::plain(LISTS, ctas, LISTS_THREADS, 0)));
                 steps.extend(map.order.map(Step::Launch));

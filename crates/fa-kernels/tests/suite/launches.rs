@@ -653,4 +653,7 @@ fn tiles_of_keys_are_ordered_behind_their_lists() {
     let (_, order, tiles) = listed(false, longest, Lengths::packed(3, 2000, 2000, 1000, 1000));
     let most = Lengths::packed(3, 2000, 2000, 1000, 1000).most_tiles_k(128);
     assert_eq!((order, tiles), (Some(("fa_order", 1)), 3 * 16 * 8 + most));
+    // Lists are of states that are made, also where a batch of no rows says that it may have some.
+    let (names, ..) = listed(false, longest, Lengths::packed(3, 0, 2000, 1000, 1000));
+    assert_eq!(names[..4], ["fa_plan", "fa_map", "fa_lists", "fa_order"]);
 }
