@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use fa_core::{Merge, TensorLayout};
 
-use super::gather::others;
+use super::others;
 use crate::plan::ShardPlan;
 use crate::program::{AXES, Buffer, Builder, Cell, Lane, Op, Part, Shape, View, Window};
 

@@ -3,8 +3,7 @@
 use fa_core::Pass;
 
 use super::calls::calls;
-use super::gather::others;
-use super::{Packed, Parts, nothing, outside};
+use super::{Packed, Parts, nothing, others, outside};
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Lane, Op, Program, View};
 use crate::shard::Placed;

@@ -9,7 +9,7 @@ use fa_cpu::check;
 
 use super::arrays::Arrays;
 use super::sums::{Term, sum};
-use super::{Packed, dlse, joined, nothing, outside};
+use super::{Packed, dlse, joined, nothing, others, outside};
 use crate::block::Block;
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Cell, Lane, Op, Program, Shape, View};
@@ -39,12 +39,6 @@ fn shared(plan: &ShardPlan, owner: usize, reader: usize) -> Vec<Range<usize>> {
 fn local(placed: &[Placed], rows: &Range<usize>) -> Range<usize> {
     let own = placed.iter().find(|own| overlap(&own.range, rows).is_some());
     own.map_or(0..0, |own| own.locals(rows))
-}
-
-/// The other ranks, in an order in which no two have the same one at the same time.
-pub(super) fn others(plan: &ShardPlan, rank: usize) -> impl Iterator<Item = (usize, usize)> {
-    let world = plan.world();
-    (1..world).map(move |step| ((rank + step) % world, (rank + world - step) % world))
 }
 
 /// Stages whose keys are there or on their way: with three, one is fetched while kernels of the one before

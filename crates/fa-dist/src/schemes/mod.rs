@@ -51,6 +51,12 @@ impl Packed {
     }
 }
 
+/// The other ranks, in an order in which no two have the same one at the same time.
+pub(crate) fn others(plan: &ShardPlan, rank: usize) -> impl Iterator<Item = (usize, usize)> {
+    let world = plan.world();
+    (1..world).map(move |step| ((rank + step) % world, (rank + world - step) % world))
+}
+
 /// What of the gradient of the LSE a backward of a view's rows and heads takes, where the plan has one.
 pub(crate) fn dlse(
     plan: &ShardPlan,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use fa_core::Pass;
 
 use super::arrays::Arrays;
-use super::gather::others;
+use super::others;
 use crate::plan::ShardPlan;
 use crate::program::{Buffer, Builder, Lane, Op, Part, Program, Shape, View};
 use crate::shard::Shards;

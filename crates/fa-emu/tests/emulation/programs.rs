@@ -141,8 +141,9 @@ fn biases_are_right_in_tiles_of_any_size() {
     assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
 }
 
-/// What a bias's array may be for 2 heads, 90 queries and 144 keys: its strides, and its keys. Rows begin on 16
-/// bytes, on 4 and on 2; one row is for all queries, on 16 bytes and on 2; keys are apart; keys are missing.
+/// What a bias's array may be for 2 heads, 90 queries and 144 keys: its strides, and its keys. Rows begin on
+/// 16 bytes, on 4 and on 2; one row is for all queries, on 16 bytes and on 2; keys are apart; keys are
+/// missing.
 const ARRAYS: [([i64; 3], i32); 7] = [
     ([90 * 144, 144, 1], 144),
     ([90 * 146, 146, 1], 144),

@@ -18,8 +18,8 @@ pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 ///   stays in registers;
 /// - where K and V are codes `k_codes` `[code_stages][tile_n, hd]`, `v_codes` `[code_stages][tile_n, hdv]`,
 ///   of int4 half as many bytes, and `descales` `[code_stages][2][tile_n]` f32;
-/// - where a program's array is copied `ahead` `[tile_m][tile_n + 8]` of 16 bits: the pitch lets ldmatrix find
-///   its rows in banks of their own;
+/// - where a program's array is copied `ahead` `[tile_m][tile_n + 8]` of 16 bits: the pitch lets ldmatrix
+///   find its rows in banks of their own;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
 ///   lengths on the device).
