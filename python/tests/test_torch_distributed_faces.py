@@ -191,7 +191,7 @@ def test_types_of_transfers_by_their_names():
     for kind, group, options, said in (
         ("ring", None, {}, "cp_comm_type is 'ring': it must be one of p2p"),
         ("a2a+p2p", None, {}, "group no pair"),
-        ("a2a", None, dict(return_lse=True), "return_lse, stages and seqlen with cp_comm_type 'a2a'"),
+        ("a2a", None, dict(return_lse=True), "return_lse, stages, scheme and seqlen with cp_comm_type 'a2a'"),
         ("a2a+p2p", grid, dict(mask_mod=lambda b, h, q, k: q >= k), "mask_mod with cp_comm_type"),
         ("a2a+p2p", grid, dict(layout="contiguous"), "a contiguous layout and sinks"),
     ):
