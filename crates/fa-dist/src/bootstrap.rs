@@ -226,20 +226,24 @@ fn await_file(path: &Path, peer: usize, end: Instant, after: Duration, doing: &s
 /// The longest text: more is none of ours.
 const MOST_TEXT: u32 = 1 << 24;
 
-fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
+/// A text behind its length.
+fn framed(text: &str) -> std::io::Result<Vec<u8>> {
     let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
-    // In one piece: two threads may tell of a lost rank.
-    stream.write_all(&[&len.to_le_bytes(), text.as_bytes()].concat())
+    Ok([&len.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// Says on a heart which rank is lost: the rank, and its reason if it has one. In one piece, too.
+fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
+    stream.write_all(&framed(text)?)
+}
+
+/// Says on a heart which rank is lost: the rank, and its reason if it has one.
 fn write_lost(heart: &mut TcpStream, lost: &Lost) -> std::io::Result<()> {
     let text = match &lost.why {
         Some(why) => format!("{} {why}", lost.rank),
         None => lost.rank.to_string(),
     };
-    let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
-    heart.write_all(&[&[LOST], &len.to_le_bytes()[..], text.as_bytes()].concat())
+    // In one piece: two threads may tell of a lost rank.
+    heart.write_all(&[&[LOST][..], &framed(&text)?].concat())
 }
 
 /// Waits for what a heart says last: nothing of a rank that ends well, else which rank is lost, of one that
