@@ -1,6 +1,7 @@
-"""Causal attention over the GPUs of one host: `fa_attn.distributed` beside torch's `context_parallel`, each as
-a share of one GPU that computes all of it by the same library in the same run. The multicast of NVSwitch stays
-off, as for `fa dist bench`.
+"""Causal attention over the GPUs of one host: `fa_attn.distributed` by the scheme that it chooses and by each of
+two, beside torch's `context_parallel` and, where it is installed, ring-flash-attention's zigzag function (on
+whatever `flash_attn` is, as python/shim), each as a share of one GPU that computes all of it by the same
+library in the same run. The multicast of NVSwitch stays off, as for `fa dist bench`.
 
     python bench/over_ranks.py --ranks 2                      # GPUs, NCCL
     python bench/over_ranks.py --ranks 2 --cpu --lengths 512  # gloo: shows that it runs, not rates
@@ -105,6 +106,35 @@ def torchs(whole, mesh):
     ), 2
 
 
+def rings(whole, mesh):
+    """ring-flash-attention's, on the kernels of whatever `flash_attn` is."""
+    from flash_attn import flash_attn_func
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    from fa_attn.distributed import shard
+
+    local = [shard(x).detach().requires_grad_() for x in whole]
+    alone = [x.detach().clone().requires_grad_() for x in whole]
+    return (
+        (nullcontext(), lambda: zigzag_ring_flash_attn_func(*local, causal=True), local),
+        (nullcontext(), lambda: flash_attn_func(*alone, causal=True), alone),
+    ), 1
+
+
+LIBRARIES = (
+    ("fa", ours),
+    ("fa gather", partial(ours, scheme="gather")),
+    ("fa ring", partial(ours, scheme="ring")),
+    ("ring_flash_attn", rings),
+    ("torch", torchs),
+)
+
+
+def counts(text):
+    """Heads of Q and of K and V."""
+    return tuple(map(int, text.split(":")))
+
+
 def start(rank, args, path):
     device = torch.device("cpu") if args.cpu else torch.device("cuda", rank)
     if not args.cpu:
@@ -113,13 +143,14 @@ def start(rank, args, path):
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=args.ranks)
     mesh = dist.device_mesh.init_device_mesh(device.type, (args.ranks,))
     if rank == 0:
-        print(f"{'shape':<18} {'library':<10} {'pass':<8} {'1 GPU ms':>10} {'ms':>10} {'per GPU':>8}", flush=True)
+        header = f"{'shape':<18} {'library':<16} {'pass':<8} {'1 GPU ms':>10} {'ms':>10} {'per GPU':>8}"
+        print(header, flush=True)
     for length in args.lengths:
-        for heads_q, heads_kv in HEADS:
+        for heads_q, heads_kv in args.heads:
             torch.manual_seed(0)
             shapes = [(1, length, count, DIM) for count in (heads_q, heads_kv, heads_kv)]
             whole = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-            for name, make in (("fa", ours), ("fa ring", partial(ours, scheme="ring")), ("torch", torchs)):
+            for name, make in LIBRARIES:
                 shape = f"{length} {heads_q}:{heads_kv}"
                 try:
                     found, outs = [], []
@@ -130,14 +161,14 @@ def start(rank, args, path):
                             dout = torch.randn_like(tensors[0])
                             found.append(measured(call, tensors, dout, device, args.runs, args.ranks))
                     check(*outs, axis)
-                except RuntimeError as error:
+                except (ImportError, RuntimeError) as error:
                     if rank == 0:
-                        print(f"{shape:<18} {name:<10} {str(error).splitlines()[0]}", flush=True)
+                        print(f"{shape:<18} {name:<16} {str(error).splitlines()[0]}", flush=True)
                     continue
                 for of, over, alone in zip(("fwd", "fwd+bwd"), *found):
                     if rank == 0:
                         share = 100 * alone / over / args.ranks
-                        row = f"{shape:<18} {name:<10} {of:<8} {alone * 1e3:>10.3f} {over * 1e3:>10.3f}"
+                        row = f"{shape:<18} {name:<16} {of:<8} {alone * 1e3:>10.3f} {over * 1e3:>10.3f}"
                         print(f"{row} {share:>7.1f}%", flush=True)
     dist.destroy_process_group()
 
@@ -146,6 +177,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--heads", type=counts, nargs="+", default=HEADS, help="as 32:8")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--cpu", action="store_true", help="over gloo, without GPUs")
     args = parser.parse_args()

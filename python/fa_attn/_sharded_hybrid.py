@@ -11,7 +11,7 @@ from ._core import InputError, UnsupportedError
 from ._dropout import ADVANCE
 from ._sharded import Options, check, shard
 from ._sharded_peers import agree, place, transferred
-from ._sharded_programs import dropout_state
+from ._sharded_programs import dropout_state, shown_state
 
 _groups = {}
 
@@ -157,7 +157,7 @@ def over_grid(q, k, v, groups, kind, options, dropout):
         )
     if kind == "strip" and (options.common["softcap"] or p):
         raise UnsupportedError("softcap and dropout of stripes: use ring_impl_type='zigzag'")
-    agree(ulysses, q, k, v, kind, options, p, state if isinstance(state, torch.Tensor) else str(state))
+    agree(ulysses, q, k, v, kind, options, p, shown_state(state))
     options.check_shapes(q.shape[0], heads_q)
     first = rank * heads_q // world
     given = options.of(slice(first, (rank + 1) * heads_q // world))

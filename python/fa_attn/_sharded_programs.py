@@ -100,6 +100,11 @@ def computed(q, k, v, mods, parts, spans, group, dealing, options):
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
+def shown_state(rng_state):
+    """What ranks compare of a state of dropout: of a tensor its shape, since its device is another on each."""
+    return rng_state if isinstance(rng_state, torch.Tensor) else str(rng_state)
+
+
 def dropout_state(q, batch, heads, p, rng_state, group):
     """(seed, offset), int64, of a call of the whole: the first rank's, or the caller's."""
     threshold = numbers_of(p)[1]

@@ -77,7 +77,7 @@ from ._sharded_packed import (
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
 from ._sharded_peers import PeerLost, agree, place, telling, together, transferred
-from ._sharded_programs import by_sequence, dropout_state, dropped, of_part
+from ._sharded_programs import by_sequence, dropout_state, dropped, of_part, shown_state
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
@@ -218,7 +218,7 @@ def attention(
         raise InputError(
             f"q has {q.shape[1]} rows, k {k.shape[1]} and v {v.shape[1]}: a rank's shards are of equal length"
         )
-    drop = (dropout_p, rng_state if isinstance(rng_state, torch.Tensor) else str(rng_state))
+    drop = (dropout_p, shown_state(rng_state))
     if scheme not in (None, *_SCHEMES):
         raise InputError(f"scheme is {scheme!r}: it must be one of {', '.join(_SCHEMES)}")
     if scheme == "ring":
@@ -322,7 +322,7 @@ def ulysses_attention(
     numbers = {name: options.pop(name) for name in _BY_HEADS if name in options}
     # First of all: an error of one rank alone would leave the others waiting.
     given = (sorted(numbers.items()), sorted(options), alibi_slopes is None, sinks is None)
-    agree(group, q, k, v, layout, *given, dropout_p, None if rng_state is None else str(rng_state))
+    agree(group, q, k, v, layout, *given, dropout_p, shown_state(rng_state))
     world, rank = place(group)
     chunk_length(q.shape[1], len(dealt(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]

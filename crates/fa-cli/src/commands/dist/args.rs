@@ -167,7 +167,7 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub quick: bool,
     /// Only shapes whose line has this text, as packed, sinks, program or ring; a check then ends no rank. Of
-    /// a check `faults` are ranks that fail alone or disagree
+    /// a check `faults` are ranks that fail alone or disagree, `killed` those that are ended at each stage
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Print JSON lines

@@ -362,33 +362,27 @@ pub(super) fn checks_in_memory(world: usize, quick: bool, repeat: usize) -> Vec<
 /// What `fa dist bench` measures.
 pub(super) fn benches(quick: bool) -> Vec<Job> {
     let causal = |len, heads| problem((len, len), heads, Mask::CAUSAL);
-    let long: &[usize] = if quick { &[32_768] } else { &[32_768, 65_536, 131_072] };
-    let iterations = |len: usize| if len > 40_000 { 3 } else { 10 };
+    let lengths: &[usize] = if quick { &[32_768] } else { &[8192, 16_384, 32_768, 65_536, 131_072] };
+    let all: &[(usize, usize)] = if quick { &[(32, 8)] } else { &[(32, 8), (64, 8), (32, 32)] };
+    let iterations = |len: usize| match len {
+        0..=20_000 => 20,
+        20_001..=40_000 => 10,
+        _ => 3,
+    };
     let mut jobs = Vec::new();
-    for &len in long {
-        for scheme in [Scheme::Gather, Scheme::Ulysses] {
-            jobs.push(job(causal(len, (32, 8)), scheme, Kind::Bench { iterations: iterations(len) }));
+    for (&len, &heads) in lengths.iter().flat_map(|len| all.iter().map(move |heads| (len, heads))) {
+        for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Ulysses] {
+            jobs.push(job(causal(len, heads), scheme, Kind::Bench { iterations: iterations(len) }));
         }
     }
-    jobs.push(job(causal(32_768, (32, 8)), Scheme::Ring, Kind::Bench { iterations: 10 }));
     for scheme in [Scheme::Gather, Scheme::Ring] {
         jobs.push(packed(job(causal(65_536, (32, 8)), scheme, Kind::Bench { iterations: 3 })));
     }
-    for &len in &long[..long.len().min(2)] {
+    for &len in if quick { lengths } else { &[32_768, 65_536] } {
         let masked = with_program(causal(len, (32, 8)), DOCUMENTS);
         let of = |scheme| job(masked, scheme, Kind::Bench { iterations: 10 });
         jobs.extend([Scheme::Gather, Scheme::Ulysses, Scheme::Ring].map(of));
         jobs.push(Job { layout: Layout::Contiguous, ..of(Scheme::Gather) });
-    }
-    if !quick {
-        for len in [32_768, 65_536, 131_072] {
-            jobs.push(job(causal(len, (64, 8)), Scheme::Gather, Kind::Bench { iterations: 3 }));
-        }
-        for len in [8192, 16_384] {
-            for scheme in [Scheme::Gather, Scheme::Ulysses] {
-                jobs.push(job(causal(len, (32, 32)), scheme, Kind::Bench { iterations: 20 }));
-            }
-        }
     }
     for keys in [131_072, 1 << 18, 1 << 20] {
         let decode = problem((1, keys), (32, 8), Mask::CAUSAL);
@@ -436,6 +430,11 @@ pub(super) fn ends(quick: bool) -> Vec<(Stage, Job)> {
         all.extend([Forward, Backward, Running].into_iter().map(of(scheme)));
     }
     all.extend([Forward, Running].into_iter().map(of(Scheme::Decode)));
+    // Gradients of arrays are summed after those of Q, K and V.
+    let learned = with_program(problem((4096, 4096), (16, 16), Mask::CAUSAL), ROWS);
+    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
+        all.push((Backward, job(learned, scheme, Kind::Ends(Backward))));
+    }
     all
 }
 

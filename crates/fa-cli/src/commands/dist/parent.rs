@@ -177,8 +177,13 @@ pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
     find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
     let only = args.only.as_deref();
-    if only == Some(FAULTS) && args.ranks > 1 {
-        return Ok(if faults(args)? { Verdict::Good } else { Verdict::Bad });
+    let alone = match only {
+        Some(FAULTS) if args.ranks > 1 => Some(faults(args)?),
+        Some(KILLED) if args.ranks > 1 => Some(killed(args)?),
+        Some(_) | None => None,
+    };
+    if let Some(good) = alone {
+        return Ok(if good { Verdict::Good } else { Verdict::Bad });
     }
     let jobs = named(checks(args.ranks, args.quick, repeat), only)?;
     let mut good = true;
@@ -192,6 +197,8 @@ pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
 
 /// What `--only` names besides shapes: ranks that fail alone, or disagree.
 const FAULTS: &str = "faults";
+/// Likewise: ranks that are killed, at each stage.
+const KILLED: &str = "killed";
 
 /// Ranks of which none is killed, but one does something else than the others.
 fn faults(args: &RunArgs) -> anyhow::Result<bool> {
@@ -252,7 +259,7 @@ fn killed(args: &RunArgs) -> anyhow::Result<bool> {
     let last = args.ranks - 1;
     let mut good = true;
     for (stage, job) in ends(args.quick) {
-        let scheme = job.scheme.name();
+        let scheme = format!("{}{}", job.scheme.name(), job.words());
         let mut ranks = Ranks::start(args, &[job])?;
         let until = Instant::now() + Duration::from_secs(args.deadline);
         loop {
