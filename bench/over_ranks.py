@@ -1,6 +1,6 @@
-"""Causal attention over the GPUs of one host: `fa_attn.distributed` by the scheme that it chooses and by each of
-two, beside torch's `context_parallel` and, where it is installed, ring-flash-attention's zigzag function (on
-whatever `flash_attn` is, as python/shim), each as a share of one GPU that computes all of it by the same
+"""Causal attention over the GPUs of one host: `fa_attn.distributed` by the scheme that it chooses and by each
+of two, beside torch's `context_parallel` and, where it is installed, ring-flash-attention's zigzag function
+(on whatever `flash_attn` is, as python/shim), each as a share of one GPU that computes all of it by the same
 library in the same run. The multicast of NVSwitch stays off, as for `fa dist bench`.
 
     python bench/over_ranks.py --ranks 2                      # GPUs, NCCL
@@ -174,7 +174,8 @@ def start(rank, args, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--heads", type=counts, nargs="+", default=HEADS, help="as 32:8")

@@ -101,7 +101,7 @@ def computed(q, k, v, mods, parts, spans, group, dealing, options):
 
 
 def shown_state(rng_state):
-    """What ranks compare of a state of dropout: of a tensor its shape, since its device is another on each."""
+    """What ranks compare of a state of dropout: of a tensor its shape, since each has another device."""
     return rng_state if isinstance(rng_state, torch.Tensor) else str(rng_state)
 
 

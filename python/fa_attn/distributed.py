@@ -81,7 +81,7 @@ from ._sharded_programs import by_sequence, dropout_state, dropped, of_part, sho
 from ._sharded_programs import computed as with_programs
 from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
-from ._sharded_ring import Ring
+from ._sharded_ring import Ring, pays
 from ._sharded_transformers import substitute_hf_flash_attn, update_ring_flash_attn_params
 from .interface import flash_attn_backward, flash_attn_func
 
@@ -184,17 +184,18 @@ def attention(
     after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each
     transfer costs the host and the GPUs more than it hides. `scheme`: "gather", or "ring", in which K and V
     travel from rank to rank while others are attended to: the least memory, and the faster one where K and V
-    have about as many heads as Q and are long on their way. Results are merged by their LSE in float32, so
-    that they have other last bits than those of one GPU; slopes, sinks, dropout, modifications and stages are
-    the gather's. None: "gather". `alibi_slopes` and `sinks`: those of all heads,
-    the same on every rank; the gradient of sinks is that of this rank's rows, to be added up as those of
-    weights are. `modifications`: score_mod, mask_mod, bias, mask, attention_chunk and block_sparse_tensors of
-    `flash_attn_func`, of the whole and the same on every rank (a bias is that of all queries and keys; its
-    gradient is that of this rank's rows); K and V are then gathered at once, and kept for the backward.
+    have as many heads as Q. Results are merged by their LSE in float32, so that they have other last bits
+    than those of one GPU; slopes, sinks, dropout, modifications and stages are the gather's. None: on GPUs
+    the ring where it is the faster one and computes the call, but for windows; else the gather.
+    `alibi_slopes` and `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of
+    this rank's rows, to be added up as those of weights are. `modifications`: score_mod, mask_mod, bias,
+    mask, attention_chunk and block_sparse_tensors of `flash_attn_func`, of the whole and the same on every
+    rank (a bias is that of all queries and keys; its gradient is that of this rank's rows); K and V are then
+    gathered at once, and kept for the backward.
     `dropout_p` and `rng_state`: likewise; what is dropped is that of one GPU with the same state, which is
     the first rank's where it is not given.
-    `cp_comm_type`: a name by which Megatron and TransformerEngine choose transfers. "p2p" and "all_gather"
-    are this gather, with the same results; "a2a" is `ulysses_attention` of rows in this layout; "a2a+p2p"
+    `cp_comm_type`: a name by which Megatron and TransformerEngine choose transfers. "all_gather" is the
+    gather, "p2p" chooses as None does; "a2a" is `ulysses_attention` of rows in this layout; "a2a+p2p"
     exchanges heads in the first of a pair of groups that `group` is, and gathers in the second: rows are
     dealt zigzag over both, the ranks of a first group next to each other.
     Returns out, in the shape of q, and with `return_lse` (out, lse).
@@ -221,8 +222,13 @@ def attention(
     drop = (dropout_p, shown_state(rng_state))
     if scheme not in (None, *_SCHEMES):
         raise InputError(f"scheme is {scheme!r}: it must be one of {', '.join(_SCHEMES)}")
-    if scheme == "ring":
-        _check_ring(alibi_slopes, sinks, stages, dropout_p != 0.0 or rng_state is not None, modifications)
+    drops = dropout_p != 0.0 or rng_state is not None
+    beyond = _beyond_ring(alibi_slopes, sinks, stages, drops, modifications)
+    if scheme is None:
+        is_ring = cp_comm_type != "all_gather" and not beyond and pays(q, k, options)
+        scheme = _SCHEMES[is_ring]
+    elif scheme == "ring" and beyond:
+        raise UnsupportedError(f"{', '.join(beyond)} with scheme 'ring': use 'gather'")
     shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
     agree(group, *shown, layout, stages, scheme, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
@@ -235,7 +241,7 @@ def attention(
     if alibi_slopes is not None and not options.causal:
         # Distances of a part are those of its own diagonal, which a causal mask alone keeps.
         mods = with_slopes(mods, options)
-    if dropout_p != 0.0 or rng_state is not None:
+    if drops:
         mods = dropped(mods, q, dealing.rows, dropout_p, rng_state, group)
     if mods is None:
         out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, dealing, stages, options)
@@ -353,12 +359,11 @@ def ulysses_attention(
 _SCHEMES = ("gather", "ring")
 
 
-def _check_ring(slopes, sinks, stages, drops, modifications):
+def _beyond_ring(slopes, sinks, stages, drops, modifications):
+    """What of a call a ring does not compute, by name."""
     given = dict(alibi_slopes=slopes is not None, sinks=sinks is not None)
     given.update(stages=stages != 1, dropout_p=drops)
-    named = [name for name, is_given in given.items() if is_given] + sorted(modifications)
-    if named:
-        raise UnsupportedError(f"{', '.join(named)} with scheme 'ring': use 'gather'")
+    return [name for name, is_given in given.items() if is_given] + sorted(modifications)
 
 
 def _by_heads_first(q, k, v, kind, group, layout, options):
@@ -407,8 +412,8 @@ def _ring(layout, name):
         group=None,
     ):
         """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows,
-        dealt {layout}. Keys are gathered, not passed around: the results are the same, and those of one
-        GPU."""
+        dealt {layout}. Keys are gathered where that is faster than to pass them around, as `attention`
+        chooses: the results are those of one GPU, up to their last bits."""
         out, lse = attention(
             q,
             k,
@@ -557,7 +562,7 @@ _ROTATIONS = ("allgather", "alltoall")
 
 def set_rotate_method(rotate_method):
     """As torch's function, whose two methods give the same results: by `alltoall` torch passes keys around to
-    save memory. Here keys are gathered in either case, heads by heads where `attention`'s `stages` say so."""
+    save memory. Here `attention` chooses in either case."""
     if rotate_method not in _ROTATIONS:
         raise InputError(f"rotate_method is {rotate_method!r}: it must be one of {', '.join(_ROTATIONS)}")
 

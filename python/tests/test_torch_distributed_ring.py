@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import time
+import types
 
 import pytest
 
@@ -14,7 +15,7 @@ import fa_attn  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fa_attn import distributed  # noqa: E402
 from fa_attn._sharded import Dealing, Options  # noqa: E402
-from fa_attn._sharded_ring import calls  # noqa: E402
+from fa_attn._sharded_ring import Sum, calls, pays  # noqa: E402
 from torch_ranks import WINDOWS, alone, near, over_ranks, ranks, tensors  # noqa: E402
 
 MASKS = (dict(causal=True), dict(causal=False), *WINDOWS)
@@ -52,6 +53,28 @@ def test_calls_see_what_the_mask_shows():
     # Of a causal mask and of none, one call for each step.
     for rank, owner, causal in itertools.product(range(3), range(3), (True, False)):
         assert counts["zigzag", 3, 24, rank, owner, None, causal] == 1
+
+
+def test_sums_are_rounded_once():
+    draw = torch.Generator().manual_seed(2)
+    like = torch.zeros(2, 24, 3, 8, dtype=torch.bfloat16)
+    for spans in (
+        [(0, 24), (0, 24)],
+        [(0, 24), (3, 9), (9, 20)],
+        [(0, 10), (5, 24)],
+        [(0, 24), (3, 9), (8, 20)],
+        [(4, 9)],
+        [],
+    ):
+        parts = [(slice(*own), torch.randn(2, own[1] - own[0], 3, 8, generator=draw)) for own in spans]
+        parts = [(rows, part.bfloat16()) for rows, part in parts]
+        want = torch.zeros(like.shape)
+        for rows, part in parts:
+            want[:, rows] += part
+        total = Sum(like, [rows for rows, _ in parts])
+        for rows, part in parts:
+            total.add(rows, part.clone())
+        assert torch.equal(total.result(), want.bfloat16()), spans
 
 
 @ranks(2)
@@ -147,6 +170,47 @@ def test_compiled_checkpointed_and_of_groups():
     near(over_ranks(ring, laid, "zigzag"), want)
 
 
+def test_a_ring_pays_where_k_and_v_have_as_many_heads():
+    def of(*heads, is_cuda=True, causal=True, window_size=(-1, -1)):
+        q, k = (types.SimpleNamespace(shape=(1, 64, count, 8), is_cuda=is_cuda) for count in heads)
+        return pays(q, k, Options(None, causal, window_size, 0.0, False))
+
+    assert of(8, 8) and of(8, 8, causal=False)
+    assert not of(8, 2) and not of(8, 8, is_cuda=False)
+    assert not of(8, 8, window_size=(9, 0)) and of(8, 8, causal=False, window_size=(-1, 5))
+
+
+@ranks(2)
+def test_the_scheme_is_chosen():
+    whole, slopes = tensors(64, heads=(4, 4)), torch.linspace(0.1, 0.4, 4)
+    rule, asked = distributed.pays, []
+
+    def made(**options):
+        return over_ranks(distributed.attention, whole, "zigzag", **options)
+
+    def same(one, other):
+        return all(map(torch.equal, one, other))
+
+    by = {name: made(scheme=name) for name in distributed._SCHEMES}
+    assert not same(by["gather"], by["ring"])
+    # On CPUs keys are gathered.
+    assert same(made(), by["gather"])
+    distributed.pays = lambda *given: asked.append(given) or True
+    try:
+        for kind in (None, "p2p"):
+            assert same(made(cp_comm_type=kind), by["ring"])
+        assert same(made(cp_comm_type="all_gather"), by["gather"])
+        drop_in = functools.partial(distributed.zigzag_ring_flash_attn_func, causal=True)
+        assert same(over_ranks(drop_in, whole, "zigzag"), by["ring"])
+        assert len(asked) == 3
+        # What a ring does not compute, whatever it would cost.
+        for options in (dict(alibi_slopes=slopes), dict(stages=2), dict(dropout_p=0.2, rng_state=(1, 2))):
+            assert same(made(**options), made(scheme="gather", **options))
+        near(made(alibi_slopes=slopes), alone(*whole, causal=True, alibi_slopes=slopes))
+    finally:
+        distributed.pays = rule
+
+
 @ranks(2)
 def test_what_a_ring_does_not_compute_is_refused_by_name():
     q = k = v = torch.zeros(1, 8, 2, 8)
@@ -200,8 +264,8 @@ def test_a_rank_that_stops_is_an_error_of_the_others_at_every_step():
     everything = [100]
     train(dist.new_group([0, 1, 2]), everything)
     steps = 100 - everything[0]
-    # Twice the keys of two others, and the gradients of three.
-    assert steps == 2 + 2 + 3
+    # Twice the keys of two others, and the gradients of two.
+    assert steps == 2 + 2 + 2
     for step in range(steps):
         group, begun = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=60)), time.monotonic()
         failing = step % 3
