@@ -581,6 +581,7 @@ def test_flash_mla_of_packed_sequences():
 def test_flash_attention_4_without_a_window():
     """Megatron and TransformerEngine say so by (-1, -1) and, beside a causal mask, (-1, 0)."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    from flash_attn.cute.interface import _validate_head_dims
 
     q, k, v = tensors("cpu", torch.float32, (1, 9, 4, 16), (1, 9, 2, 16), (1, 9, 2, 16))
     starts = torch.tensor([0, 9], dtype=torch.int32)
@@ -596,6 +597,9 @@ def test_flash_attention_4_without_a_window():
     assert torch.equal(got, fa_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0)))
     with pytest.raises(fa_attn.UnsupportedError, match="negative window"):
         flash_attn_func(q, k, v, window_size=(-1, 5))
+    _validate_head_dims(192, 128, 10, 8), _validate_head_dims(576, 512, 9, 8)
+    with pytest.raises(AssertionError, match="at most .256, 256. on GPUs of capability 10"):
+        _validate_head_dims(576, 512, 10, 8)
 
 
 class _OnCpu:

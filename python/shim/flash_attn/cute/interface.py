@@ -250,5 +250,13 @@ def _flash_attn_bwd(
     return (*written, *grads[3:])
 
 
+def _validate_head_dims(head_dim, head_dim_v, compute_capability, alignment):
+    """An AssertionError, as theirs, of heads that GPUs of this capability have no kernels for."""
+    most, most_v = (576, 512) if compute_capability == 9 else (256, 256)
+    assert 1 <= head_dim <= most and 1 <= head_dim_v <= most_v, (
+        f"head dims ({head_dim}, {head_dim_v}): at most ({most}, {most_v}) on GPUs of capability {compute_capability}"
+    )
+
+
 def _flash_attn_bwd_sparse_mla(*arguments, **options):
     raise UnsupportedError("sparse MLA: not computed")
