@@ -1,5 +1,5 @@
-"""The operators `torch.ops.flash_attn_3.fwd` and `bwd`, which torch's own `activate_flash_attention_impl("FA3")`
-calls, and with it `scaled_dot_product_attention` and `varlen_attn`."""
+"""The operators `torch.ops.flash_attn_3.fwd` and `bwd`, which torch's `activate_flash_attention_impl("FA3")`
+puts beneath its `scaled_dot_product_attention` and `varlen_attn`."""
 
 import torch
 
@@ -8,8 +8,9 @@ _WINDOW = "float? softmax_scale, bool is_causal, int window_size_left, int windo
 _FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out, "
     f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, {_LENGTHS}, Tensor? page_table, "
-    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, "
-    f"Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, {_WINDOW}, int attention_chunk, float softcap, "
+    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    f"{_WINDOW}, int attention_chunk, float softcap, "
     "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin) "
     "-> (Tensor(a!), Tensor, Tensor, Tensor)"
 )

@@ -189,7 +189,8 @@ def _flash_attn_fwd_combine(*arguments, **options):
 
 
 def _flash_attn_fwd(q, k, v, *, window_size_left=None, window_size_right=None, out=None, **options):
-    """(out, lse), written to `out` where it is given; torch's `activate_flash_attention_impl("FA4")` calls it."""
+    """(out, lse), written to `out` where it is given; torch's `activate_flash_attention_impl("FA4")` calls
+    it."""
     window = (window_size_left, window_size_right)
     made, lse = flash_attn_varlen_func(q.detach(), k.detach(), v.detach(), window_size=window, **options)
     return (made if out is None else out.copy_(made)), lse
@@ -254,7 +255,8 @@ def _validate_head_dims(head_dim, head_dim_v, compute_capability, alignment):
     """An AssertionError, as theirs, of heads that GPUs of this capability have no kernels for."""
     most, most_v = (576, 512) if compute_capability == 9 else (256, 256)
     assert 1 <= head_dim <= most and 1 <= head_dim_v <= most_v, (
-        f"head dims ({head_dim}, {head_dim_v}): at most ({most}, {most_v}) on GPUs of capability {compute_capability}"
+        f"head dims ({head_dim}, {head_dim_v}): at most ({most}, {most_v}) on GPUs of capability "
+        f"{compute_capability}"
     )
 
 
