@@ -22,6 +22,7 @@ is_compiling = torch.compiler.is_compiling
 # Within vmap, grad, vjp and their like.
 is_transforming = torch._C._are_functorch_transforms_active
 _top_transform = torch._C._functorch.peek_interpreter_stack
+is_batch = torch._C._functorch.is_legacy_batchedtensor
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 # Of torch.jit.trace, and of modes that see each operator: make_fx, fake tensors, counters of operations.
 is_tracing = torch._C._is_tracing

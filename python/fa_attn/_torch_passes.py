@@ -13,6 +13,7 @@ from ._torch_memory import (
     FLOAT,
     aligned,
     allocate,
+    is_batch,
     is_recorded,
     new_gradients,
     new_results,
@@ -106,7 +107,9 @@ def backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras):
     dout = torch.zeros_like(out) if dout is None else dout
     named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
     others = distributed(named, (dlse, *extras[:-2]))
-    tensors = (None if x is None else x.detach() for x in (*named.values(), *others))
+    given = (*named.values(), *others)
+    # Of a gradient that stands for many torch makes no views.
+    tensors = (x.detach() if x is not None and x.requires_grad else x for x in given)
     dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *extras[-2:], *flat(options))
     return dq, dk, dv, None if extras.sinks is None else dsinks
 
@@ -149,6 +152,12 @@ def once_only(backward):
         return tuple(next(final) if isinstance(x, torch.Tensor) else x for x in made)
 
     return run
+
+
+def _by_operator(*gradients):
+    """Whether something records a backward, or a gradient stands for many (`is_grads_batched`, of which torch
+    has a kind of its own), for each of which an operator is called."""
+    return is_recorded() or any(x is not None and is_batch(x) for x in gradients)
 
 
 def _save(ctx, extras, *tensors):
@@ -194,7 +203,7 @@ class Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 7
         (q, k, v, out, lse), extras = _saved(ctx)
-        if is_recorded():
+        if _by_operator(dout, dlse):
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (*grads, dsinks, *(None,) * 3)
         grads = new_gradients(q, k, v, extras)
@@ -235,7 +244,7 @@ class PackedAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 6
         (qkv, out, lse), extras = _saved(ctx)
-        if is_recorded():
+        if _by_operator(dout, dlse):
             q, k, v = qkv.unbind(ctx.axis)
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 3)

@@ -4,6 +4,7 @@
 functions that have them, and computes without them where they are missing.
 """
 
+import flash_attn_3._C  # noqa: F401
 import torch
 from flash_attn import _refuse_another
 

@@ -576,3 +576,83 @@ def test_flash_mla_of_packed_sequences():
     got, _ = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 16, meta, nothing, causal=True)
     rows = torch.cat([cache[1], cache[0]])[None, :7]
     close(got, fa_attn.flash_attn_func(q, rows, rows[..., :16], causal=True), torch.float32)
+
+
+def test_flash_attention_4_without_a_window():
+    """Megatron and TransformerEngine say so by (-1, -1) and, beside a causal mask, (-1, 0)."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    from flash_attn.cute.interface import _validate_head_dims
+
+    q, k, v = tensors("cpu", torch.float32, (1, 9, 4, 16), (1, 9, 2, 16), (1, 9, 2, 16))
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    for causal in (False, True):
+        want = fa_attn.flash_attn_func(q, k, v, causal=causal)
+        for window in ((None, None), (-1, -1), (-1, 0), (-4, 2)) if causal else ((-1, -1), (-1, 0), (-3, 2)):
+            got, _ = flash_attn_func(q, k, v, causal=causal, window_size=window)
+            assert torch.equal(got, want)
+            rows = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, causal=causal, window_size=window)
+            got, _ = flash_attn_varlen_func(q[0], k[0], v[0], **rows)
+            close(got, want[0], torch.float32)
+    got, _ = flash_attn_func(q, k, v, window_size=(3, None), causal=True)
+    assert torch.equal(got, fa_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0)))
+    with pytest.raises(fa_attn.UnsupportedError, match="negative window"):
+        flash_attn_func(q, k, v, window_size=(-1, 5))
+    _validate_head_dims(192, 128, 10, 8), _validate_head_dims(576, 512, 9, 8)
+    with pytest.raises(AssertionError, match="at most .256, 256. on GPUs of capability 10"):
+        _validate_head_dims(576, 512, 10, 8)
+
+
+class _OnCpu:
+    """A library of operators that registers for the CPU what is registered for a GPU."""
+
+    def __init__(self, *_):
+        self.library = torch.library.Library("aten", "IMPL", "CPU")
+
+    def impl(self, name, function, _):
+        self.library.impl(name, function, "CPU")
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_torch_activates_it(version, monkeypatch):
+    """What `torch.nn.attention.activate_flash_attention_impl` registers, on the CPU."""
+    module = pytest.importorskip(f"torch.nn.attention._fa{version}")
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(module, f"_fa{version}_common_support_error", lambda *_, **__: None)
+    monkeypatch.setattr(module, "Library", _OnCpu)
+    path = "flash_attn_interface" if version == 3 else "flash_attn.cute.interface"
+    getattr(module, f"_fa{version}_import_module")(path)
+    monkeypatch.setattr(module, "_FA4_MODULE_PATH", path, raising=False)
+    registered = getattr(module, f"_fa{version}_register_kernels")()
+    try:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        for causal in (False, True):
+            q, k, v = tensors("cpu", torch.bfloat16, *[(2, 4, 9, 32)] * 3)
+            with torch.no_grad():
+                out, lse, *others = attend(q, k, v, 0.0, causal)
+            want = torch.nn.functional.scaled_dot_product_attention(
+                q.double(), k.double(), v.double(), is_causal=causal
+            )
+            close(out, want, torch.bfloat16)
+            dout = torch.randn_like(out)
+            with torch.no_grad():
+                *more, seed, offset, _ = others
+                got = differentiate(dout, q, k, v, out, lse, *more, 0.0, causal, seed, offset)
+            for have, need in zip(got, torch.autograd.grad(want, (q, k, v), dout.double())):
+                close(have, need, torch.bfloat16, factor=10)
+        q, k, v = tensors("cpu", torch.bfloat16, (12, 4, 32), (12, 2, 32), (12, 2, 32))
+        starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+        for window in ((-1, -1), (-1, 0), (2, 0), (1, 1)):
+            out = varlen.varlen_attn(q, k, v, starts, starts, 7, 7, window_size=window)
+            parts = [(x[None, :5], x[None, 5:]) for x in (q, k, v)]
+            want = torch.cat([definition(*x, window=window)[0] for x in zip(*parts)])
+            close(out, want, torch.bfloat16)
+            if version == 3:  # with FA4 torch refuses gradients of windows
+                dout = torch.randn_like(out)
+                wanted = torch.autograd.grad(want, (q, k, v), dout.double())
+                for have, need in zip(torch.autograd.grad(out, (q, k, v), dout), wanted):
+                    close(have, need, torch.bfloat16, factor=10)
+    finally:
+        registered.library._destroy()
+        if version == 3:
+            torch._C._set_sdp_use_fa3(False)

@@ -245,6 +245,32 @@ def test_transforms_autocast_and_checkpoints():
     close(call(minus, plain[1], torch._neg_view(plain[2])), -call(-plain[0], *plain[1:]), torch.float32)
 
 
+def test_gradients_of_many_at_once():
+    """By `is_grads_batched`, as vectorised Jacobians ask for them."""
+    q, k, v = tensors("cpu", torch.float32, (1, 3, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8))
+    qkv = tensors("cpu", torch.float32, (1, 3, 3, 2, 8))[0]
+    sinks = torch.randn(2, requires_grad=True)
+    bias = torch.randn(2, 3, 5, requires_grad=True)
+    calls = (
+        (lambda *x: fa_attn.flash_attn_func(*x, causal=True, return_softmax_lse=True), (q, k, v)),
+        (lambda q, k, v, x: (fa_attn.flash_attn_func(q, k, v, sinks=x),), (q, k, v, sinks)),
+        (lambda q, k, v, x: (fa_attn.flash_attn_func(q, k, v, bias=x),), (q, k, v, bias)),
+        (lambda x: (fa_attn.flash_attn_qkvpacked_func(x),), (qkv,)),
+    )
+    for call, given in calls:
+        results = call(*given)
+        many = [torch.randn(3, *x.shape) for x in results]
+        got = torch.autograd.grad(results, given, many, is_grads_batched=True, retain_graph=True)
+        for at in range(3):
+            one = torch.autograd.grad(results, given, [x[at] for x in many], retain_graph=True)
+            for have, need in zip(got, one):
+                close(have[at], need, torch.float32)
+    jacobian = torch.autograd.functional.jacobian
+    made = [jacobian(fa_attn.flash_attn_func, (q, k, v), vectorize=x) for x in (True, False)]
+    for have, need in zip(*made):
+        close(have, need, torch.float32)
+
+
 def test_what_records_operators_sees_them():
     """A plain call writes to memory that traces and modes see as empty."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -74,12 +74,6 @@ pub enum Error {
         /// The tensor's.
         need: usize,
     },
-    /// Ranges of positions that see each other whatever the mask.
-    #[error(
-        "mm_prefix_ranges are not supported: leave them out, or compute the layers that have them by \
-         candle's own operations"
-    )]
-    PrefixRanges,
     /// A gradient that nothing computes was asked for.
     #[error("{tensor} requires a gradient, which is not computed: {instead}")]
     NoGradient {

@@ -14,6 +14,7 @@ use candle_core::{Result, Tensor};
 use crate::attention::attention;
 use crate::error::Error;
 use crate::options::{Options, Rows};
+use crate::program::Program;
 
 /// Attention with every key visible, or, where `causal`, none right of the diagonal.
 ///
@@ -144,10 +145,12 @@ pub fn flash_attn_varlen_windowed(
 
 /// [`flash_attn_varlen_windowed`] of keys and values in pages, `(pages, page_block_size, heads, head_dim)`,
 /// which `block_table` `(batch, columns)`, u32 or i32, gives to the sequences. `seqlens_k` has sums of their
-/// lengths. Pages may be of any size. There are no gradients.
+/// lengths. Pages may be of any size. There are no gradients. `mm_prefix_ranges`, i32 `(batch, ranges, 2)`,
+/// has starts and ends of positions that see each other beside the window, as those of an image do: at most
+/// 30 of a sequence, of which a program is made.
 ///
 /// # Errors
-/// [`crate::Error`]; [`Error::PrefixRanges`] for `mm_prefix_ranges`.
+/// [`crate::Error`].
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -164,15 +167,56 @@ pub fn flash_attn_varlen_paged_windowed(
     page_block_size: usize,
     softcap: Option<f32>,
 ) -> Result<Tensor> {
-    if mm_prefix_ranges.is_some() {
-        return Err(Error::PrefixRanges.into());
-    }
     if let Some(&page) = k.dims().get(1).filter(|page| **page != page_block_size) {
         return Err(Error::PageSize { got: page_block_size, need: page }.into());
     }
     let windows = [window_size_left, window_size_right];
     let rows = Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &mixed(softmax_scale, windows, None, softcap).with_rows(rows))
+    let ranges = mm_prefix_ranges.map(|ranges| beside_window(ranges, block_table, windows)).transpose()?;
+    let ranges = ranges.flatten();
+    let windows = if ranges.is_some() { [None; 2] } else { windows };
+    let options = mixed(softmax_scale, windows, None, softcap).with_rows(rows);
+    attention(q, k, v, &options.with_program(ranges.as_ref()))
+}
+
+/// As many as a program has room for.
+const MOST_RANGES: usize = 30;
+
+/// The mask of a window and of ranges whose positions see each other; `None` where all keys are seen.
+fn beside_window(
+    ranges: &Tensor,
+    block_table: &Tensor,
+    [left, right]: [Option<usize>; 2],
+) -> Result<Option<Program>> {
+    let batch = block_table.dim(0)?;
+    let count = match *ranges.dims() {
+        [first, count, 2] if first == batch && count <= MOST_RANGES => count,
+        _ => {
+            let need = format!("(batch {batch}, ranges, 2), at most {MOST_RANGES} of them");
+            let shape = ranges.dims().to_vec();
+            return Err(Error::Shape { tensor: "mm_prefix_ranges", shape, need }.into());
+        }
+    };
+    let sides = [("left", left, "k >= at - left"), ("right", right, "k <= at + right")];
+    let sides: Vec<_> =
+        sides.into_iter().filter_map(|(name, side, term)| Some((name, side?, term))).collect();
+    if count == 0 || sides.is_empty() {
+        return Ok(None);
+    }
+    let mut text = String::from("array mm_prefix_ranges: i32[_, _, _];");
+    for (name, ..) in &sides {
+        text += &format!(" scalar {name}: i32;");
+    }
+    text += " let at = q + off; let first = min(at, k); let last = max(at, k); mask = ";
+    text += &sides.iter().map(|(.., term)| *term).collect::<Vec<_>>().join(" and ");
+    let own = "mm_prefix_ranges";
+    for place in 0..count {
+        text += &format!(" or {own}[b, {place}, 0] <= first and last < {own}[b, {place}, 1]");
+    }
+    let program = Program::new(&format!("{text};"))?.with_array(own, ranges);
+    // Of a wider side than i32 holds no key is hidden.
+    let most = |side: usize| i32::try_from(side).unwrap_or(i32::MAX).min(1 << 30);
+    Ok(Some(sides.iter().fold(program, |program, (name, side, _)| program.with_scalar(name, most(*side)))))
 }
 
 /// [`flash_attn_alibi`] of packed sequences.

@@ -86,7 +86,20 @@ fn starts_and_pages_are_checked() -> Result<()> {
     refused(long(&starts(&[0, 9])), &["seqlens_k gives sequence 0 9 keys", "has room for 0 to 8"]);
     refused(long(&starts(&[5, 3])), &["seqlens_k gives sequence 0 -2 keys"]);
     refused(paged(&table(&[3, 1]), None, 8), &["page_block_size is 8", "pages of 4"]);
-    refused(paged(&table(&[3, 1]), Some(&table(&[0, 2])), 4), &["mm_prefix_ranges are not supported"]);
+    let ranges = table(&[0, 2]);
+    refused(
+        paged(&table(&[3, 1]), Some(&ranges), 4),
+        &["mm_prefix_ranges has the shape [1, 2]", "ranges, 2)"],
+    );
+    let (unsigned, many) = (ranges.unsqueeze(0)?, Tensor::zeros((1, 99, 2), DType::I32, &Device::Cpu)?);
+    refused(
+        paged(&table(&[3, 1]), Some(&unsigned.to_dtype(DType::U8)?), 4),
+        &["`mm_prefix_ranges` holds U8"],
+    );
+    refused(
+        paged(&table(&[3, 1]), Some(&many), 4),
+        &["mm_prefix_ranges has the shape [1, 99, 2]", "at most 30"],
+    );
     Ok(())
 }
 

@@ -277,6 +277,63 @@ fn every_element_type_is_read() -> Result<()> {
 }
 
 #[test]
+fn ranges_of_positions_see_each_other_beside_a_window() -> Result<()> {
+    // Two sequences of 5 and 7 queries on 9 and 7 keys in pages of 4; empty ranges, and two that overlap.
+    let (q, pages) = (values((12, 4, 8), 1), values((5, 4, 2, 8), 2));
+    let starts = |ends: &[u32]| Tensor::new(ends, &Device::Cpu);
+    let (seqlens_q, seqlens_k) = (&starts(&[0, 5, 12])?, &starts(&[0, 9, 16])?);
+    let block_table = &Tensor::new(&[[1u32, 0, 4], [3, 2, 0]], &Device::Cpu)?;
+    let ranges = [[[5i32, 8], [3, 3], [0, 0]], [[0, 4], [2, 6], [9, 1]]];
+    let given = Tensor::new(&ranges, &Device::Cpu)?;
+    let rows = Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q: 7, max_seqlen_k: 9 };
+    for (left, right) in [(None, Some(0)), (Some(2), Some(0)), (Some(1), Some(1)), (None, None)] {
+        let out = flash_attn_varlen_paged_windowed(
+            &q,
+            &pages,
+            &pages,
+            seqlens_q,
+            seqlens_k,
+            block_table,
+            Some(&given),
+            7,
+            9,
+            SCALE,
+            left,
+            right,
+            4,
+            None,
+        )?;
+        let mut mask = vec![0u8; 2 * 7 * 9];
+        for (sequence, offset) in [(0, 4), (1, 0)] {
+            for (query, key) in (0..7).flat_map(|query| (0..9).map(move |key| (query, key))) {
+                let at = query + offset;
+                let beside = ranges[sequence].iter().any(|&[start, end]| {
+                    let own = |x: usize| (start..end).contains(&(x as i32));
+                    own(at) && own(key)
+                });
+                let window =
+                    left.is_none_or(|left| key + left >= at) && right.is_none_or(|right| key <= at + right);
+                mask[(sequence * 7 + query) * 9 + key] = u8::from(beside || window);
+            }
+        }
+        let mask = tensor(mask, [2, 1, 7, 9]);
+        let options = Options::full(SCALE).with_mask(Some(&mask)).with_rows(rows);
+        let need = attention(&q, &pages, &pages, &options)?;
+        assert_close(&format!("window {left:?}, {right:?}"), &out, &need, 1e-6);
+    }
+    // As many as there may be, all of them empty.
+    let none = Tensor::zeros((2, 30, 2), DType::I32, &Device::Cpu)?;
+    let windowed = |ranges: Option<&Tensor>| {
+        let (table, left, right) = (block_table, Some(2), Some(1));
+        flash_attn_varlen_paged_windowed(
+            &q, &pages, &pages, seqlens_q, seqlens_k, table, ranges, 7, 9, SCALE, left, right, 4, None,
+        )
+    };
+    assert_close("empty ranges", &windowed(Some(&none))?, &windowed(None)?, 1e-6);
+    Ok(())
+}
+
+#[test]
 fn indices_count_in_each_sequence_of_packed_paged_and_padded_rows() -> Result<()> {
     // Two sequences of 3 and 5 queries on 4 and 6 keys; a bias for each.
     let vars = vars([(1, 8, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8)]);

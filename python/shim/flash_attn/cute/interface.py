@@ -11,13 +11,18 @@ _HINTS += ("SdP_swapAB", "dKV_swapAB", "dQ_swapAB", "AtomLayoutMSdP", "AtomLayou
 _HINTS += ("V_in_regs",)
 
 
-def _options(window_size, **others):
+def _options(window_size, causal, **others):
     for name, value in others.items():
         if name not in _HINTS and value is not None:
             raise UnsupportedError(f"{name}: not computed")
-    if any(side is not None and side < 0 for side in window_size):
+    left, right = window_size
+    right = 0 if causal else right
+    if left is not None and right is not None and left + right < 0:
+        # No window, as programs say it by (-1, -1) and (-1, 0).
+        return (-1, -1)
+    if any(side is not None and side < 0 for side in (left, right)):
         raise UnsupportedError("negative window: sides are counted from the diagonal outwards")
-    return tuple(-1 if side is None else side for side in window_size)
+    return tuple(-1 if side is None else side for side in (left, right))
 
 
 def flash_attn_func(
@@ -45,6 +50,7 @@ def flash_attn_func(
 ):
     window = _options(
         window_size,
+        causal,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -112,6 +118,7 @@ def flash_attn_varlen_func(
     """`min_seqlen_k` and the scheduler's arguments are hints to theirs."""
     window = _options(
         window_size,
+        causal,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -181,8 +188,12 @@ def _flash_attn_fwd_combine(*arguments, **options):
     raise UnsupportedError("their internal function: parts are merged by flash_attn_combine")
 
 
-def _flash_attn_fwd(q, k, v, **options):
-    return flash_attn_varlen_func(q.detach(), k.detach(), v.detach(), **options)
+def _flash_attn_fwd(q, k, v, *, window_size_left=None, window_size_right=None, out=None, **options):
+    """(out, lse), written to `out` where it is given; torch's `activate_flash_attention_impl("FA4")` calls
+    it."""
+    window = (window_size_left, window_size_right)
+    made, lse = flash_attn_varlen_func(q.detach(), k.detach(), v.detach(), window_size=window, **options)
+    return (made if out is None else out.copy_(made)), lse
 
 
 def _flash_attn_bwd(
@@ -213,7 +224,7 @@ def _flash_attn_bwd(
     **others,
 ):
     """Gradients; theirs takes the sizes of its kernel by position after the window."""
-    window = _options((window_size_left, window_size_right), **others)
+    window = _options((window_size_left, window_size_right), causal, **others)
     grads = fa_attn.flash_attn_varlen_backward(
         dout,
         q,
@@ -238,6 +249,15 @@ def _flash_attn_bwd(
     )
     written = (g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
     return (*written, *grads[3:])
+
+
+def _validate_head_dims(head_dim, head_dim_v, compute_capability, alignment):
+    """An AssertionError, as theirs, of heads that GPUs of this capability have no kernels for."""
+    most, most_v = (576, 512) if compute_capability == 9 else (256, 256)
+    assert 1 <= head_dim <= most and 1 <= head_dim_v <= most_v, (
+        f"head dims ({head_dim}, {head_dim_v}): at most ({most}, {most_v}) on GPUs of capability "
+        f"{compute_capability}"
+    )
 
 
 def _flash_attn_bwd_sparse_mla(*arguments, **options):
