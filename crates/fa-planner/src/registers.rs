@@ -31,19 +31,32 @@ pub struct SetMaxNReg {
     pub mma: u32,
     /// Of the producer warpgroup, which loads.
     pub producer: u32,
+    /// Of the last consumer warpgroup, where it needs fewer than the others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub follower: Option<u32>,
 }
 
 /// Registers of each role after setmaxnreg, by number of MMA warpgroups (1, 2, 3): FlashAttention-3's split.
 pub const SETMAXNREG: [SetMaxNReg; 3] = [
-    SetMaxNReg { mma: 256, producer: 56 },
-    SetMaxNReg { mma: 240, producer: 24 },
-    SetMaxNReg { mma: 160, producer: 32 },
+    SetMaxNReg { mma: 256, producer: 56, follower: None },
+    SetMaxNReg { mma: 240, producer: 24, follower: None },
+    SetMaxNReg { mma: 160, producer: 32, follower: None },
 ];
 
 /// Registers of an SM.
 const REGISTERS: u32 = 1 << 16;
 
 impl SetMaxNReg {
+    /// Registers of a CTA of `threads`.
+    pub const fn of_threads(self, threads: u32) -> u32 {
+        let others = (threads / 128).saturating_sub(2) * self.mma;
+        let last = match self.follower {
+            Some(follower) => follower,
+            None => self.mma,
+        };
+        128 * (others + last + self.producer)
+    }
+
     /// The split for `num_wg` MMA warpgroups, clamped to 1 to 3.
     pub const fn of(num_wg: u32) -> SetMaxNReg {
         match num_wg {
@@ -56,7 +69,7 @@ impl SetMaxNReg {
     /// The split of a kernel that reads lengths on the device: its producers hold a few more.
     pub const fn with_lengths(num_wg: u32, varied: bool) -> SetMaxNReg {
         match (num_wg, varied) {
-            (2, true) => SetMaxNReg { mma: 232, producer: 40 },
+            (2, true) => SetMaxNReg { mma: 232, producer: 40, follower: None },
             _ => SetMaxNReg::of(num_wg),
         }
     }
@@ -66,15 +79,15 @@ impl SetMaxNReg {
         let groups = num_wg + 1;
         let producer = if varied { 40 } else { 24 };
         let part = REGISTERS / (128 * groups * blocks) / 8 * 8 * groups;
-        SetMaxNReg { mma: part.saturating_sub(producer) / num_wg / 8 * 8, producer }
+        SetMaxNReg { mma: part.saturating_sub(producer) / num_wg / 8 * 8, producer, follower: None }
     }
 
     /// The split of a forward whose producers convert codes.
     pub const fn with_codes(num_wg: u32, head_dim_v: u32) -> SetMaxNReg {
         match num_wg {
-            2 if head_dim_v > 128 => SetMaxNReg { mma: 216, producer: 72 },
-            2 => SetMaxNReg { mma: 208, producer: 88 },
-            3 => SetMaxNReg { mma: 144, producer: 80 },
+            2 if head_dim_v > 128 => SetMaxNReg { mma: 216, producer: 72, follower: None },
+            2 => SetMaxNReg { mma: 208, producer: 88, follower: None },
+            3 => SetMaxNReg { mma: 144, producer: 80, follower: None },
             _ => SetMaxNReg { producer: 96, ..SetMaxNReg::of(num_wg) },
         }
     }
@@ -82,8 +95,8 @@ impl SetMaxNReg {
     /// The split of a forward whose producers copy the rows of pages.
     pub const fn with_gather(num_wg: u32) -> SetMaxNReg {
         match num_wg {
-            2 => SetMaxNReg { mma: 224, producer: 56 },
-            3 => SetMaxNReg { mma: 152, producer: 56 },
+            2 => SetMaxNReg { mma: 224, producer: 56, follower: None },
+            3 => SetMaxNReg { mma: 152, producer: 56, follower: None },
             _ => SetMaxNReg { producer: 96, ..SetMaxNReg::of(num_wg) },
         }
     }

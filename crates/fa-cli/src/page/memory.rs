@@ -198,10 +198,15 @@ fn register_file(view: &View, fit: &Fit) -> String {
             let Tried::Kernels(set) = view.tried else { return String::new() };
             let Some(plan) = set.plans.iter().find(|plan| plan.spec == *spec) else { return String::new() };
             match plan.regs.setmaxnreg {
-                Some(split) => vec![
-                    ("producer".to_owned(), 128, split.producer),
-                    ("warpgroups that compute".to_owned(), fit.threads - 128, split.mma),
-                ],
+                Some(split) => {
+                    let last = split.follower.map(|regs| ("follower".to_owned(), 128, regs));
+                    let others = fit.threads - 128 - last.as_ref().map_or(0, |last| last.1);
+                    let first = [
+                        ("producer".to_owned(), 128, split.producer),
+                        ("warpgroups that compute".to_owned(), others, split.mma),
+                    ];
+                    first.into_iter().chain(last).collect()
+                }
                 None => {
                     let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
                     (0..fit.blocks_per_sm).map(|cta| (format!("CTA {cta}"), fit.threads, regs)).collect()

@@ -329,8 +329,9 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
         regs: parts.into_iter().filter(|(_, n)| *n > 0).collect(),
         reg_limit: r.limit,
         roles: r.setmaxnreg.map_or(String::new(), |split| {
+            let follower = split.follower.map_or(String::new(), |regs| format!(" ({regs} for the follower)"));
             format!(
-                "setmaxnreg {} for the consumer warpgroups, {} for the producer",
+                "setmaxnreg {} for the consumer warpgroups{follower}, {} for the producer",
                 split.mma, split.producer
             )
         }),

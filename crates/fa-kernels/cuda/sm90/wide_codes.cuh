@@ -1,13 +1,13 @@
-// The producer of the SM90 forward for wide heads and a cache of codes: warps copy the codes of all columns
-// of their rows by cp.async into the tiles that TMA would write, and convert them there.
+// The producer of the SM90 forward for wide heads and a cache of codes: warps load the codes of all columns
+// of their rows to registers, before their tile is free, and store the numbers in the tiles that TMA would
+// write.
 #pragma once
 #include "attn/code_rows.cuh"
 #include "attn/descales.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
-#include "ptx/address.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/multiply.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -20,18 +20,10 @@
 
 namespace fa::wide {
 
-// The columns of one tensor in a tile of keys. A thread has the same rows in all of its panels, and looks up
-// where they are by itself.
+// The columns of one tensor in a tile of keys.
 template <Sm90WideConfig C, bool Values>
 struct CodeColumns {
-    using T = Traits<C>;
-    using Codes = Either<Values, typename T::ValueCodes, typename T::KeyCodes>;
     using Rows = CodeRows<C.paged>;
-
-    // The page table's entries of the thread's rows.
-    struct Entries {
-        int of[Codes::kSweeps];
-    };
 
     Rows rows;
     float of_head;  // the descale of rows that have none of their own
@@ -51,59 +43,30 @@ struct CodeColumns {
         if constexpr (Values) return shape.head_dim_v;
         return shape.head_dim - (C.latent ? shape.head_dim_v : 0);
     }
-    __device__ __forceinline__ static int key_of(int thread, int sweep, int n_block) {
-        return n_block * C.tile_n + Codes::row(thread, sweep);
-    }
-    __device__ __forceinline__ Entries entries_of(int thread, int n_block) const {
-        Entries entries;
-#pragma unroll
-        for (int sweep = 0; sweep < Codes::kSweeps; ++sweep)
-            entries.of[sweep] = rows.entry_of(key_of(thread, sweep, n_block));
-        return entries;
-    }
-
-    // Starts to copy tile `n_block` to `tile`, and with `scales` the descale of each row to `to`, whose
-    // readers are the lanes that share the row. `counts`: the tensor's missing pages are counted.
-    template <class AnyEntries>
-    __device__ __forceinline__ void start(u32 tile, float* to, bool scales, bool counts, int thread,
-                                          int n_block, const AnyEntries& entries) const {
-        const bool leads = thread % Codes::kLanes == 0;
-        Codes::start(tile, thread, rows.first, row_bytes, [&](int sweep) {
-            const auto place =
-                rows.place_of(key_of(thread, sweep, n_block), entries.of[sweep], counts && leads);
-            if (scales && leads) {
-                float* const own = to + Codes::row(thread, sweep);
-                if (rows.descales != nullptr) {
-                    rows.copy_descale(smem_address(own), place);
-                } else {
-                    *own = of_head;
-                }
-            }
-            return place.at;
-        });
+    // The descale of a row.
+    __device__ __forceinline__ float descale(const typename Rows::Place& place) const {
+        if (rows.descales == nullptr) return of_head;
+        return place.at == kNowhere ? 0.f : rows.descales[place.row * rows.heads];
     }
 };
 
-// The loop of a warp, the `member`-th of those that load the same tensor, or of all in the latent form:
-// copies a tile to a stage that is free, and converts it before it waits for the stage that its use will
-// free.
+// The loop of a warp, the `member`-th of those that load the same tensor, or of all in the latent form: holds
+// the codes of some rows until their stage is free.
 template <Sm90WideConfig C, bool Values>
 __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdParams& params,
                                               const TensorMap& map_q, int member) {
     using T = Traits<C>;
-    using Columns = CodeColumns<C, Values>;
-    using Rope = CodeColumns<C, false>;
     using Tile = typename T::template CodesOf<Values>;
+    static_assert(!C.latent || Values, "latents are V's");
     constexpr bool kRope = C.latent && T::kRopePanels > 0;
     // Panels of a tile whose rows have V's descales.
     constexpr int kValuePanels = Values ? T::V::kPanels : 0;
-    static_assert(!C.latent || Values, "latents are V's");
+    // Of the tensor whose rows have the panels from 0 on.
+    constexpr int kOwnPanels = C.latent ? kValuePanels : Tile::kPanels;
     PipelineState<1> q_state;
-    PipelineState<C.kv_stages> started, converted;
-    int unused = C.kv_stages;  // stages that nothing was copied to yet
-    int pending = 0;           // tiles that are copied but not converted
-    u32 scaled = 0;            // stages, as bits, whose numbers are multiplied where they are converted
+    PipelineState<C.kv_stages> state;
     const int thread = 32 * member + lane_index();
+    const bool has_rows = Tile::has_rows(thread), leads = thread % Tile::kLanes == 0 && has_rows;
     auto& bars = [&]() -> auto& {
         if constexpr (Values) {
             return smem.value_bars();
@@ -112,68 +75,87 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
         }
     }();
     u8* const tiles = Values ? smem.values() : smem.k[0];
-    constexpr u32 kStage = T::template kStage<Values>;
-    const bool loads_q = Values && member == T::kMembers - 1;
+    const bool loads_q = Values && member == T::kMembers - 1 && lane_index() == 0;
 
-    // Converts the oldest tiles, until `left` are pending.
-    auto convert = [&](int left) {
-#pragma unroll 1
-        for (; pending > left; --pending) {
-            if (pending > 1) {
-                cp_async_wait<1>();
-            } else {
-                cp_async_wait<0>();
+    for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
+        const CodeColumns<C, Values> columns(params, work);
+        [[maybe_unused]] const CodeColumns<C, false> rope(params, work);
+        const bool scales = C.latent ? scales_latents(params, work.tile.batch, work.kv_head(params))
+                                     : columns.rows.descales != nullptr;
+        const bool whole =
+            columns.row_bytes % Tile::kUnit == 0 && (!kRope || rope.row_bytes % Tile::kUnit == 0);
+        Tile codes;
+        int entries[Tile::kHeld];  // of the page table, of the rows that are loaded next
+        auto key_of = [&](int n_block, int part, int i) {
+            return n_block * C.tile_n + Tile::row(thread, part, i);
+        };
+        auto look_up = [&](int n_block, int part) {
+#pragma unroll
+            for (int i = 0; i < Tile::kHeld; ++i)
+                entries[i] = columns.rows.entry_of(key_of(n_block, part, i));
+        };
+        // Loads the rows, and their descales, which the lanes of a row share.
+        auto load = [&]<bool Whole>(int n_block, int part) {
+#pragma unroll
+            for (int i = 0; i < Tile::kHeld; ++i) {
+                const int key = key_of(n_block, part, i);
+                const auto place = columns.rows.place_of(key, entries[i], Values == C.latent && leads);
+                const bool exists = place.at != kNowhere && has_rows;
+                float* const own = smem.descales.of[state.stage][0] + Tile::row(thread, part, i);
+                codes.template load<0, kOwnPanels, Whole>(
+                    i, bytes_after(columns.rows.first, exists ? place.at : 0, 16), exists, columns.row_bytes,
+                    thread);
+                if (scales && leads) own[Values ? C.tile_n : 0] = columns.descale(place);
+                if constexpr (kRope) {
+                    const auto further = rope.rows.place_of(key, entries[i], false);
+                    codes.template load<kOwnPanels, T::kRopePanels, Whole>(
+                        i, bytes_after(rope.rows.first, exists ? further.at : 0, 16), exists, rope.row_bytes,
+                        thread);
+                    if (scales && leads) own[0] = rope.descale(further);
+                }
             }
-            // The rows' descales were written by other lanes.
-            warp_sync();
-            const int stage = converted.stage;
-            u8* const tile = tiles + stage * kStage;
-            if (scaled >> stage & 1) {
-                Tile::template convert<C.kv_dtype, C.dtype, kValuePanels, true>(tile, thread,
-                                                                                smem.descales.of[stage][0]);
-            } else {
-                Tile::template convert<C.kv_dtype, C.dtype, kValuePanels, false>(tile, thread, nullptr);
+        };
+
+        const int last = work.range.end - 1;
+        look_up(last, 0);
+#pragma unroll 1
+        for (int n_block = last; n_block >= work.range.begin; --n_block) {
+#pragma unroll 1
+            for (int part = 0; part < Tile::kParts; ++part) {
+                if (whole) {
+                    load.template operator()<true>(n_block, part);
+                } else {
+                    load.template operator()<false>(n_block, part);
+                }
+                if (part + 1 < Tile::kParts) {
+                    look_up(n_block, part + 1);
+                } else if (n_block > work.range.begin) {
+                    look_up(n_block - 1, 0);
+                }
+                // Their buffer is free once consumers are done with the previous work tile.
+                if (loads_q && n_block == last && part == 0) load_q<C>(smem, params, map_q, q_state, work);
+                const bool general = scales || warp_any(codes.template hides<C.kv_dtype, C.dtype>());
+                if (part == 0) bars.wait_empty(state);
+                // The rows' descales were written by other lanes.
+                warp_sync();
+                if (!has_rows) continue;
+                u8* const tile = tiles + state.stage * T::template kStage<Values> + part * Tile::kPartBytes;
+                if (general) {
+                    const float* const own = smem.descales.of[state.stage][0] + Tile::row(thread, part, 0);
+                    codes.template convert_any<C.kv_dtype, C.dtype>(tile, thread, [&](int i, int panel) {
+                        const int of = (panel < kValuePanels ? C.tile_n : 0) + i * Tile::kSweep;
+                        return scales ? own[of] : 1.f;
+                    });
+                } else {
+                    codes.template convert<C.kv_dtype, C.dtype>(tile, thread);
+                }
             }
             fence_async_shared();
             warp_sync();
-            if (lane_index() == 0) mbarrier_arrive(bars.full[stage]);
-            converted.advance();
-        }
-    };
-
-    for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
-        const Columns columns(params, work);
-        [[maybe_unused]] const Rope rope(params, work);
-        const bool scales = C.latent ? scales_latents(params, work.tile.batch, work.kv_head(params))
-                                     : columns.rows.descales != nullptr;
-        const int last = work.range.end - 1;
-        auto entries = columns.entries_of(thread, last);
-#pragma unroll 1
-        for (int n_block = last; n_block >= work.range.begin; --n_block) {
-            // A stage is free once consumers are done with its tile, and wait for the next. The queries are
-            // once they are done with all tiles of the previous work tile.
-            const bool loads_q_now = loads_q && n_block == last;
-            convert(loads_q_now ? 0 : unused > 0 ? C.kv_stages - 1 : max_of(C.kv_stages - 2, 0));
-            if (unused > 0) --unused;
-            const int to = started.stage;
-            bars.wait_empty(started);
-            const u32 tile = smem_address(tiles + to * kStage);
-            columns.start(tile, smem.descales.of[to][Values], scales, Values == C.latent, thread, n_block,
-                          entries);
-            if constexpr (kRope) {
-                rope.start(tile + T::V::kBytes, smem.descales.of[to][0], scales, false, thread, n_block,
-                           entries);
-            }
-            cp_async_commit();
-            scaled = scaled & ~(1u << to) | u32(scales) << to;
-            started.advance();
-            ++pending;
-            if (loads_q_now && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
-            // In flight while the oldest tile is converted.
-            if (n_block > work.range.begin) entries = columns.entries_of(thread, n_block - 1);
+            if (lane_index() == 0) mbarrier_arrive(bars.full[state.stage]);
+            state.advance();
         }
     });
-    convert(0);
 }
 
 template <Sm90WideConfig C>

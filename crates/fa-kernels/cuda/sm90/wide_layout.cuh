@@ -5,7 +5,7 @@
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
 #include "tile/codes.cuh"
-#include "tile/codes_in_place.cuh"
+#include "tile/held_codes.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/smem_tile.cuh"
@@ -26,7 +26,7 @@ struct Traits {
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
 
-    // K and V are codes, which four warps copy into the tiles and convert there (wide_codes.cuh).
+    // K and V are codes, which four warps load to registers and convert to the tiles (wide_codes.cuh).
     static constexpr bool kCodes = is_code(C.kv_dtype);
     static_assert(!kCodes || (!C.gather && !kMaskProgram && !kScoreProgram && !weighs()));
 
@@ -35,11 +35,12 @@ struct Traits {
     static constexpr int kConsumerWarps = 8;           // of both
     static constexpr int kColumns = C.head_dim_v / 2;  // of O, of each
 
-    // Registers per thread after setmaxnreg. Producers need more with lengths on the device, with the gather
-    // and with codes.
-    static constexpr int kMoreRegs = kCodes ? 32 : C.gather ? 16 : C.varied ? 8 : 0;
-    static constexpr int kProducerRegs = 24 + 2 * kMoreRegs;
-    static constexpr int kConsumerRegs = 240 - kMoreRegs;
+    // Registers per thread after setmaxnreg. Producers need more with lengths on the device and with the
+    // gather; those that hold codes take what the follower, which has no scores, does without.
+    static constexpr int kMoreRegs = C.gather ? 16 : C.varied ? 8 : 0;
+    static constexpr int kProducerRegs = kCodes ? 136 : 24 + 2 * kMoreRegs;
+    static constexpr int kLeaderRegs = kCodes ? 208 : 240 - kMoreRegs;
+    static constexpr int kFollowerRegs = kCodes ? 160 : 240 - kMoreRegs;
 
     using Q = sm90::OperandTile<C.tile_m, C.head_dim>;
     using K = sm90::OperandTile<C.tile_n, C.head_dim>;
@@ -56,12 +57,9 @@ struct Traits {
     static constexpr int kMembers = C.latent ? kPageWarps : kPageWarps / 2;
     static constexpr int kLoadingWarps = C.gather || kCodes ? kMembers : 1;
 
-    // Codes of some columns of a tile of keys, all of whose rows a warp copies a part of: of a tensor, and of
-    // all columns of a tile.
+    // Codes of some columns of a tile of keys, and of all.
     template <int Columns>
-    using Codes = CodesInPlace<SmemTile<C.tile_n, Columns, true>, 32 * kMembers, per_byte(C.kv_dtype)>;
-    using KeyCodes = Codes<64 * (C.latent ? max_of(kRopePanels, 1) : K::kPanels)>;
-    using ValueCodes = Codes<C.head_dim_v>;
+    using Codes = HeldCodes<SmemTile<C.tile_n, Columns, true>, 32 * kMembers, per_byte(C.kv_dtype)>;
     template <bool Values>
     using CodesOf = Codes<Values && !C.latent ? C.head_dim_v : C.head_dim>;
 

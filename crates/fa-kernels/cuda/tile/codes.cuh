@@ -102,6 +102,8 @@ struct Decoder {
     // The least of the codes that decode_pairs() hides, less 0x80, in each byte.
     static constexpr u32 kHidden = Code == Dtype::E5m2 ? 0x04040404 : 0x01010101;
 
+    // Whether a code of a word is one of these: the top bit of a byte is then set. (Others may be, too.)
+    __device__ __forceinline__ static u32 changed_signs(u32 word) { return word + kHidden ^ word; }
     // The top bit of each byte of a word: whether its code is NaN, or in e5m2 infinite.
     __device__ __forceinline__ static u32 nan_bits(u32 word) {
         return (word & 0x7f7f7f7f) + kHidden & 0x80808080;

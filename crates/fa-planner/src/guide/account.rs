@@ -129,8 +129,7 @@ mod tests {
         assert!(account.smem.total <= account.smem_limit, "{dims}: {account:?}");
         assert_eq!(account.threads, 128 * (num_wg + 1));
         assert!(account.occupancy.blocks() >= 1);
-        let SetMaxNReg { mma, producer } = account.setmaxnreg;
-        assert!(128 * (num_wg * mma + producer) <= 65536);
+        assert!(account.setmaxnreg.of_threads(128 * (num_wg + 1)) <= 65536);
         for (i, buffer) in account.smem.buffers.iter().enumerate() {
             assert!(buffer.offset.is_multiple_of(buffer.align));
             let before = account.smem.buffers[..i].iter().filter(|_| buffer.alias_of.is_none());

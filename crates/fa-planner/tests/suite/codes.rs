@@ -99,8 +99,8 @@ fn few_rows_over_codes_are_left_to_the_sm80_class() {
     assert!(first(&fp8, Arch::Sm90, None).spec.kernel.computes_in_8_bits());
 }
 
-/// Latents and heads of more than 256 columns have kernels of SM90 alone, which convert codes in their tiles
-/// of keys: latents in two of 64. Programs are refused by name.
+/// Latents and heads of more than 256 columns have kernels of SM90 alone, which convert codes to their tiles
+/// of keys: latents to two of 64. Programs are refused by name.
 #[test]
 fn wide_heads_in_codes_have_plans_on_sm90() {
     let half = problem(8, 1, 4096, 512, Dtype::Bf16);

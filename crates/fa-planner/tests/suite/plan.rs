@@ -26,8 +26,7 @@ fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
     assert!(plan.blocks_per_sm >= 1 && plan.blocks_per_sm <= plan.occupancy.blocks(), "{spec}");
     assert!(plan.threads * plan.blocks_per_sm <= limits.threads_per_sm, "{spec}");
     if let Some(split) = plan.regs.setmaxnreg {
-        let held = 128 * (split.mma * (plan.threads / 128 - 1) + split.producer);
-        assert!(held <= limits.regs_per_sm, "{spec}: {split:?}");
+        assert!(split.of_threads(plan.threads) <= limits.regs_per_sm, "{spec}: {split:?}");
     }
     let cost = &plan.cost;
     assert!(cost.seconds.is_finite() && cost.seconds > 0.0, "{spec}: {cost:?}");

@@ -125,7 +125,7 @@ pub fn registers(tile: &Sm100Tile) -> Registers {
         other: SOFTMAX_OVERHEAD,
         total: s + p + SOFTMAX_OVERHEAD,
         limit: softmax,
-        setmaxnreg: Some(SetMaxNReg { mma: softmax, producer: other }),
+        setmaxnreg: Some(SetMaxNReg { mma: softmax, producer: other, follower: None }),
     }
 }
 

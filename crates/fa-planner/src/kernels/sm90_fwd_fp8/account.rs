@@ -60,10 +60,10 @@ const MASKED: u32 = 4;
 /// The split of the registers: the producers transpose V, and need more with lengths on the device.
 const fn split(num_wg: u32, varied: bool) -> SetMaxNReg {
     match (num_wg, varied) {
-        (2, false) => SetMaxNReg { mma: 232, producer: 40 },
-        (2, true) => SetMaxNReg { mma: 224, producer: 56 },
-        (3, false) => SetMaxNReg { mma: 152, producer: 56 },
-        (3, true) => SetMaxNReg { mma: 144, producer: 80 },
+        (2, false) => SetMaxNReg { mma: 232, producer: 40, follower: None },
+        (2, true) => SetMaxNReg { mma: 224, producer: 56, follower: None },
+        (3, false) => SetMaxNReg { mma: 152, producer: 56, follower: None },
+        (3, true) => SetMaxNReg { mma: 144, producer: 80, follower: None },
         _ => SetMaxNReg::of(num_wg),
     }
 }

@@ -16,7 +16,7 @@ pub const HEAD_DIMS_V: [u32; 4] = [128, 256, 384, 512];
 ///
 /// - `q` `[tile_m, hd]` T, `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, which in the
 ///   latent form is a part of `k`, and `p` `[tile_m, tile_n]` T;
-/// - where K and V are codes, which lie in the tiles until they are converted, `descales`
+/// - where K and V are codes, which producers hold in registers until a tile is free, `descales`
 ///   `[kv_stages][2][tile_n]` f32;
 /// - `factor` `[tile_m]` f32: O's factors, from the leader to the follower;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, the latter four per stage.
@@ -61,8 +61,9 @@ fn ahead(spec: &KernelSpec, kernel: &Sm90Wide, p: u32) -> u32 {
     }
 }
 
-/// The split of registers where producers convert codes, some panels of a row at once.
-const WITH_CODES: SetMaxNReg = SetMaxNReg { mma: 208, producer: 88 };
+/// The split of registers where producers hold the codes of a tile, or of half of one, before it is free:
+/// those that the follower, which has no scores, does without.
+const WITH_CODES: SetMaxNReg = SetMaxNReg { mma: 208, producer: 136, follower: Some(160) };
 
 /// Predicted registers of a thread of the leader, which holds S and P beside its half of O's columns.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {

@@ -39,8 +39,9 @@ fn stored_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
     f64::from(k.key_columns(spec)) * spec.types.kv.bytes_per_number()
 }
 
-/// Codes that the producer's warps convert in a clock, as those of `sm90_fwd`.
-const CODES_PER_CLOCK: f64 = 16.0;
+/// Codes that the producer's warps load and convert in a clock, of which each step waits for as many as a tile
+/// has: 183 and 355 us for 62 and 124 steps of latents (NB-215).
+const CODES_PER_CLOCK: f64 = 7.6;
 
 /// Where each key is read once, loads are in flight whenever a buffer is free.
 fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> Memory {
@@ -73,9 +74,7 @@ fn model(
     // S reads Q and K, P V reads V, and one of its warpgroups P, which the other one writes; TMA writes keys.
     let bytes = f64::from(spec.elem_bytes());
     let keys = tile_n * key_bytes(spec, k);
-    // Codes are written and read once more before they are converted.
-    let staged = if spec.reads_codes() { 2.0 * tile_n * stored_bytes(spec, k) } else { 0.0 };
-    let traffic = ((tile_m + tile_n) * hd + tile_n * hdv + 2.0 * scores) * bytes + keys + staged;
+    let traffic = ((tile_m + tile_n) * hd + tile_n * hdv + 2.0 * scores) * bytes + keys;
     let smem = traffic / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
