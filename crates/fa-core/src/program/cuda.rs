@@ -324,11 +324,55 @@ impl Printer<'_> {
             }
         }
         self.weights_by_bits();
+        self.folded();
         if let Some(ahead) = program.ahead() {
             self.ahead(ahead);
         }
         self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
+    }
+
+    /// An exponent that is a product of what is counted along a tile and a factor that all of a tile's scores
+    /// share: the number, the factor, and whether the product is negated.
+    fn counted_product(&self) -> Option<(NodeId, NodeId, bool)> {
+        let exponent = self.program.exponent()?;
+        let (product, negated) = match self.node(exponent) {
+            Node::Unary(Unary::Neg, x) => (x, true),
+            Node::Unary(..)
+            | Node::Binary(..)
+            | Node::Select(..)
+            | Node::Load(..)
+            | Node::Const(_)
+            | Node::Var(_)
+            | Node::Scalar(_) => (exponent, false),
+        };
+        let Node::Binary(Binary::Mul, a, b) = self.node(product) else { return None };
+        [(a, b), (b, a)].into_iter().find_map(|(number, factor)| {
+            let is_counted = self.counted.iter().any(|own| own.id == number && !own.magnitude);
+            (is_counted && self.rate(factor) == Rate::Tile).then_some((number, factor, negated))
+        })
+    }
+
+    /// Such an exponent by the products of its factor with the first number and with the step: an operation
+    /// less for each score. What the first product is rounded by is left where the number is small. Factors
+    /// of at most 8 are taken, for which that is at most 2e-4 of a probability.
+    fn folded(&mut self) {
+        let Some((number, factor, negated)) = self.counted_product() else { return };
+        let number = number.index();
+        let factor = self.value(factor, Rate::Score);
+        let sign = if negated { "-" } else { "" };
+        let _ = writeln!(
+            self.text,
+            "\n    // The exponent by products with a first number and a step, where the factor is so\n    \
+             // small that what the first is rounded by has no influence.\n    \
+             __device__ __forceinline__ bool folds() const {{ return abs_of({factor}) <= 8.f; }}\n    \
+             template <bool Transposed>\n    \
+             __device__ __forceinline__ float folded(const Row& row, const Column& column) const {{\n        \
+             const float first = Transposed ? column.c{number} : row.c{number};\n        \
+             const float step = Transposed ? row.c{number} : column.c{number};\n        \
+             const float factor = {sign}{factor};\n        \
+             return fmaf(step, factor, first * factor);\n    }}"
+        );
     }
 
     /// Whether no score can be -inf: what is added has neither elements of rows or keys, which may be, nor

@@ -256,3 +256,16 @@ fn exponents_of_finite_addends_are_finite() {
         assert!(parsed(text).cuda().contains("multiply_towards_zero("), "{text}");
     }
 }
+
+/// An exponent that is a factor times a distance is two products, one of them for all of a tile's row.
+#[test]
+fn products_with_distances_are_folded() {
+    let text = |score: &str| parsed(&format!("array t: f32[_]; score = {score};")).cuda();
+    for score in ["s + t[h] * f32(k - q)", "s - f32(q + off - k) * t[b]", "s + 0.5 * f32(k - q)"] {
+        assert!(text(score).contains("fmaf(step, factor, first * factor)"), "{score}");
+    }
+    // A magnitude bends, a row's factor is no number of the tile, and a sum has more than a product.
+    for score in ["s - t[h] * f32(abs(q - k))", "s + t[q] * f32(k - q)", "s + t[h] * f32(k - q) + t[k]"] {
+        assert!(!text(score).contains("folded"), "{score}");
+    }
+}

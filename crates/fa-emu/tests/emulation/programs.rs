@@ -131,6 +131,21 @@ fn programs_are_right_in_sm80_forwards() {
     check(&[3, 4, 10], 3);
 }
 
+/// By first numbers and steps, and where the factor is too large for that.
+#[test]
+#[ignore = "emulation"]
+fn products_with_distances_are_right() {
+    let trials = Trials::default();
+    let mut found = Vec::new();
+    for score in ["slope[h] * f32(k - q)", "-(0.25 * f32(q + off - k))", "16.0 * f32(k - q)"] {
+        let program = format!("array slope: f32[_]; score = s + {score};");
+        for kernel in [KERNELS[1], KERNELS[5]] {
+            found.extend(faults(&spec(kernel, "causal", &program), &trials));
+        }
+    }
+    assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
+}
+
 #[test]
 #[ignore = "emulation"]
 fn biases_are_right_in_tiles_of_any_size() {

@@ -155,14 +155,17 @@ struct AheadCopies {
 };
 
 // The same of a tile of S, copied from the thread's own two rows, which are found once for all tiles of keys:
-// four threads copy 64 bytes of a row at a time.
+// four threads copy 64 bytes of a row at a time. Of a row that does not begin on 16 bytes the chunks around
+// it are copied, one more than it has, to the place that pads it, and read with its shift.
 template <class Place, int N, class M = Mods>
 struct AheadOfRows : AheadCopies<Place, N, M> {
     using Base = AheadCopies<Place, N, M>;
     using Base::rows;
 
     const u16* own[2];
-    bool whole;  // rows begin on 16 bytes and have an element for each key
+    // Whether rows have an element for each key, one behind the other; of the warp's rows, whether all begin
+    // on 16 bytes, and on 4.
+    bool plain, whole, even;
 
     // `place`: of the thread's rows, in a sequence of `keys`.
     __device__ __forceinline__ void prepare(const ProgramParams& params, const Place& place, int keys) {
@@ -175,58 +178,121 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
         const u64 of_first = shuffle_from(static_cast<u32>(places[0]), 0) |
                              u64(shuffle_from(static_cast<u32>(places[0] >> 32), 0)) << 32;
         const bool differ = places[0] != of_first || places[1] != of_first;
-        const bool is_plain = array.strides[M::kAheadAxis] == 1 && array.extents[M::kAheadAxis] >= keys;
-        whole = is_plain && !warp_any((places[0] % 16 | places[1] % 16) != 0);
-        rows = !warp_any(differ) ? AheadRows::One : whole ? AheadRows::Each : AheadRows::None;
+        plain = array.strides[M::kAheadAxis] == 1 && array.extents[M::kAheadAxis] >= keys;
+        const u32 shifts = static_cast<u32>(places[0]) | static_cast<u32>(places[1]);
+        whole = !plain || !warp_any(shifts % 16 != 0);
+        even = !warp_any(shifts % 4 != 0);
+        rows = plain && !warp_any(differ) ? AheadRows::One : AheadRows::Each;
     }
 
     __device__ __forceinline__ void start(u32 to, const ProgramParams& params, int first_key) const {
         const ProgramArray& array = M(params, 0, 0, 0, 0, 0, 0).ahead_array();
         const int lane = lane_index();
-        const int left = array.extents[M::kAheadAxis] - first_key;
         // All lanes have read what is overwritten.
         warp_sync();
+        if (!plain) {
+            copy_elements(to, array, first_key);
+            return;
+        }
+        const int left = array.extents[M::kAheadAxis] - first_key;
+        const bool inside = left >= Base::kKeys + (whole ? 0 : 8);
         if (rows == AheadRows::One) {
-            if (whole && left >= Base::kKeys) {
-                if (lane < Base::kChunks)
-                    cp_async_16(to + Base::place(0, lane), own[0] + (first_key + 8 * lane), 16);
-            } else {
-                copy_one_row<Base::kKeys, M>(to, array, own[0] - static_cast<const u16*>(array.data),
-                                             first_key);
-            }
+            for (int chunk = lane; chunk <= Base::kChunks; chunk += 32)
+                copy_chunk(to + Base::place(0, chunk), 0, first_key, chunk, left);
         } else {
             constexpr int kPairs = Base::kChunks / 4 * 4;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const u16* const from = own[r] + (first_key + lane % 4 * 8);
-                const u32 at = to + Base::place(lane / 4 + 8 * r, lane % 4);
-                if (left >= Base::kKeys) {
+                const int row = lane / 4 + 8 * r;
+                if (inside) {
+                    const u16* const from = begin_of(r) + (first_key + lane % 4 * 8);
+                    const u32 at = to + Base::place(row, lane % 4);
 #pragma unroll
                     for (int chunk = 0; chunk < Base::kChunks; chunk += 4) {
                         if (chunk < kPairs || lane % 4 < Base::kChunks - kPairs)
                             cp_async_16(at + 16 * chunk, from + 8 * chunk, 16);
                     }
+                    if (!whole && lane % 4 == 0)
+                        cp_async_16(at + 16 * Base::kChunks, from + 8 * Base::kChunks, 16);
                 } else {
 #pragma unroll 1
-                    for (int chunk = lane % 4; chunk < Base::kChunks; chunk += 4) {
-                        const int bytes = max_of(min_of(2 * (left - 8 * chunk), 16), 0);
-                        const u16* const key = own[r] + (bytes > 0 ? first_key + 8 * chunk : 0);
-                        cp_async_16(to + Base::place(lane / 4 + 8 * r, chunk), key, bytes);
-                    }
+                    for (int chunk = lane % 4; chunk <= Base::kChunks; chunk += 4)
+                        copy_chunk(to + Base::place(row, chunk), r, first_key, chunk, left);
                 }
             }
         }
         cp_async_commit();
     }
 
-    // The elements of all registers from shared memory at `from`, in the order of Ahead's.
+    // The elements of registers [begin, begin + Count) from shared memory at `from`.
+    template <int Count>
+    __device__ __forceinline__ AheadPart<Count, M> part(u32 from, int begin) const {
+        static_assert(Count % 8 == 0);
+        AheadPart<Count, M> read;
+        if (whole) {
+#pragma unroll
+            for (int i = 0; i < Count; i += 8) {
+                const auto eight = Base::template part<8>(from, begin + i);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) read.words_of[i / 2 + j] = eight.words_of[j];
+            }
+            return read;
+        }
+        const int lane = lane_index();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = rows == AheadRows::Each ? lane / 4 + 8 * r : 0;
+            const u32 shift = reinterpret_cast<u64>(own[r]) % 16;
+            const u32 at = from + Base::place(row, begin / 4) + lane % 4 * 4 + shift;
+            if (even) {
+#pragma unroll
+                for (int i = 0; i < Count / 4; ++i) read.words_of[2 * i + r] = load_shared_u32(at + 16 * i);
+            } else {
+                const u32 word = at & ~3u, bits = 8 * (at & 2);
+#pragma unroll
+                for (int i = 0; i < Count / 4; ++i) {
+                    const u64 high = load_shared_u32(word + 16 * i + 4);
+                    read.words_of[2 * i + r] = (high << 32 | load_shared_u32(word + 16 * i)) >> bits;
+                }
+            }
+        }
+        return read;
+    }
+
+    // The elements of all registers, in the order of Ahead's.
     __device__ __forceinline__ void read(u32 (&words)[N / 2], u32 from) const {
         Base::wait();
+        const auto all = part<N>(from, 0);
 #pragma unroll
-        for (int begin = 0; begin < N; begin += 8) {
-            const auto part = Base::template part<8>(from, begin);
+        for (int i = 0; i < N / 2; ++i) words[i] = all.words_of[i];
+    }
+
+  private:
+    // Where the chunk begins that row r of the thread begins in.
+    __device__ __forceinline__ const u16* begin_of(int r) const {
+        return reinterpret_cast<const u16*>(reinterpret_cast<u64>(own[r]) & ~u64(15));
+    }
+
+    // Copies what the row has of a chunk, with `left` elements from `first_key` on.
+    __device__ __forceinline__ void copy_chunk(u32 to, int r, int first_key, int chunk, int left) const {
+        const int before = static_cast<int>(reinterpret_cast<u64>(own[r]) % 16 / 2);
+        const int bytes = max_of(min_of(2 * (left + before - 8 * chunk), 16), 0);
+        const u16* const from = begin_of(r) + first_key;
+        cp_async_16(to, bytes > 0 ? from + 8 * chunk : from, bytes);
+    }
+
+    // Element by element, what four threads read of a row being what they copy.
+    __device__ __forceinline__ void copy_elements(u32 to, const ProgramArray& array, int first_key) const {
+        const int lane = lane_index();
+#pragma unroll 1
+        for (int chunk = 0; chunk < Base::kChunks; ++chunk) {
+            const int key = first_key + 8 * chunk + lane % 4 * 2;
+            const i64 low = axis_offset<M::kAheadAxis>(array, key);
+            const i64 high = axis_offset<M::kAheadAxis>(array, key + 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[begin / 2 + i] = part.words_of[i];
+            for (int r = 0; r < 2; ++r)
+                store_shared_u32(to + Base::place(lane / 4 + 8 * r, chunk) + lane % 4 * 4,
+                                 own[r][low] | u32(own[r][high]) << 16);
         }
     }
 };
@@ -273,6 +339,25 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
     if constexpr (N % 8 != 0) {
         float part[4];
         change(part, N - 4);
+    }
+}
+
+// The same of a tile of S.
+template <int N, class Params, class Place>
+__device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
+                                             const Place& place, const AheadOfRows<Place, N>& copies,
+                                             u32 from) {
+    constexpr int kPart = N % 16 == 0 ? 16 : 8;
+    copies.wait();
+#pragma unroll
+    for (int begin = 0; begin < N; begin += kPart) {
+        float part[kPart];
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
+        to_exponents(part, params, scores, place.after(2 * begin),
+                     copies.template part<kPart>(from, begin));
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }
 }
 

@@ -60,6 +60,15 @@ constexpr bool never_hides() {
     return false;
 }
 
+// Whether its exponent is a product of a number that grows by one along a tile.
+template <class M = Mods>
+constexpr bool folds_steps() {
+    if constexpr (requires(const M& mods) { mods.folds(); }) {
+        return true;
+    }
+    return false;
+}
+
 // How the score's program reads an array before the scores are there.
 template <class M = Mods>
 constexpr AheadForm ahead_form() {
@@ -181,6 +190,35 @@ struct ScorePlace {
         }
     }
 };
+
+// What a program's additive change of a tile of S takes of the thread's two rows: elements that it loads, and
+// the rows' heads. It is made before the scores are there.
+template <class Place, class M = Mods>
+struct RowsAhead {
+    Place place;
+    M mods[2];
+    typename M::Row rows[2];
+
+    __device__ __forceinline__ RowsAhead(const ProgramParams& params, const Place& place)
+        : place(place),
+          mods{place.mods(params, 0), place.mods(params, 1)},
+          rows{place.template line_of<true>(mods[0], place.query[0]),
+               place.template line_of<true>(mods[1], place.query[1])} {}
+
+    // As for_each of the place.
+    template <int N, class Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+#pragma unroll
+        for (int c = 0; c < N / 2; ++c) {
+            const int at = 4 * (c / 2) + c % 2, k = place.key + 8 * (c / 2) + c % 2;
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                body(at + 2 * r, mods[r], rows[r], place.template line_of<false>(mods[r], k));
+        }
+    }
+};
+
+struct NoRowsAhead {};
 
 // The numbers from 0 to Count - 1, as a pack.
 template <int... I>
@@ -349,6 +387,18 @@ __device__ __forceinline__ void change_scores(float (&s)[N], const Params& param
 template <int N, class Params, class Place, class Read, class M = Mods>
 __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
                                              const Place& place, const Read& ahead) {
+    if constexpr (folds_steps<M>()) {
+        const ProgramParams& programs = programs_of(params);
+        const bool folds = place.mods(programs, 0).folds() && place.mods(programs, 1).folds();
+        if (!warp_any(!folds)) {
+            place.template for_each<N>(programs, [&](int i, const auto& mods, const auto& row,
+                                                     const auto& column) {
+                const float added = mods.template folded<Place::kTransposed>(row, column);
+                s[i] = fmaf(s[i], scores.scale_log2, added);
+            });
+            return;
+        }
+    }
     if constexpr (M::kScore && M::kAdditive) {
         place.template for_each<N>(programs_of(params),
                                    [&](int i, const auto& mods, const auto& row, const auto& column) {
@@ -363,6 +413,23 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
     } else if constexpr (M::kScore) {
         change_scores(s, params, scores, place, ahead, kLog2e);
     }
+}
+
+// The same of an additive change of which nothing is read ahead but what its rows are.
+template <int N, class Place, class M>
+__device__ __forceinline__ void to_exponents(float (&s)[N], const ScoreParams& scores,
+                                             const RowsAhead<Place, M>& rows) {
+    if constexpr (folds_steps<M>()) {
+        if (!warp_any(!(rows.mods[0].folds() && rows.mods[1].folds()))) {
+            rows.template for_each<N>([&](int i, const auto& mods, const auto& row, const auto& column) {
+                s[i] = fmaf(s[i], scores.scale_log2, mods.template folded<false>(row, column));
+            });
+            return;
+        }
+    }
+    rows.template for_each<N>([&](int i, const auto& mods, const auto& row, const auto& column) {
+        s[i] = fmaf(s[i], scores.scale_log2, mods.exponent(row, column));
+    });
 }
 
 // Changes scores, and hides keys where `masks`: where the program hides keys of the tile.

@@ -275,26 +275,30 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         Ahead<ScorePlace<false, C.pack_gqa>, C.tile_n / 2> ahead;
         FwdMaskBits<C> mask_bits;
         typename T::Copies copies;
+        u32 copied = 0;
+        if constexpr (copies_ahead()) copied = smem_address(smem.ahead.parts[4 * wg + warp]);
         // Starts to copy what it reads of the tile of keys at place `i`.
         auto copy_ahead = [&](int i) {
             if constexpr (copies_ahead()) {
-                if (i < range.begin || copies.rows == AheadRows::None) return;
-                copies.start(smem_address(smem.ahead.parts[4 * wg + warp]), programs_of(params),
-                             blocks.at(i) * C.tile_n);
+                if (i < range.begin) return;
+                copies.start(copied, programs_of(params), blocks.at(i) * C.tile_n);
             }
         };
+        auto place_of = [&](int n_block) {
+            return row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
+                                         n_block * C.tile_n + own_column);
+        };
         auto read_ahead = [&](int i) {
-            if constexpr (copies_ahead()) {
-                if (copies.rows != AheadRows::None) {
-                    copies.read(ahead.words_of, smem_address(smem.ahead.parts[4 * wg + warp]));
+            if constexpr (T::kRowsAhead) {
+                return RowsAhead(programs_of(params), place_of(blocks.at(i)));
+            } else {
+                if constexpr (T::kReadsCopiesAhead) {
+                    copies.read(ahead.words_of, copied);
                     copy_ahead(i - 1);
-                    return;
+                } else if constexpr (kScoreProgram && !copies_ahead()) {
+                    ahead.read(programs_of(params), place_of(blocks.at(i)));
                 }
-            }
-            if constexpr (kScoreProgram) {
-                ahead.read(programs_of(params),
-                           row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
-                                                 blocks.at(i) * C.tile_n + own_column));
+                return NoRowsAhead();
             }
         };
         // The bits of the mask's program, a tile of keys before they are needed.
@@ -308,15 +312,21 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         // Turns products into masked scores of the tile of keys at place `i`.
-        auto modify = [&](int i) {
+        auto modify = [&](int i, const auto& rows_ahead) {
             int n_block = i;
             if constexpr (kMaskProgram) n_block = blocks.at(i);
             score_mod.apply(s);
             alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if constexpr (kMaskProgram || kScoreProgram) {
-                const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
-                                                         n_block * C.tile_n + own_column);
-                if constexpr (kScoreProgram) to_exponents(s, params, scores.params, place, ahead);
+                [[maybe_unused]] const auto place = place_of(n_block);
+                if constexpr (T::kRowsAhead) {
+                    to_exponents(s, scores.params, rows_ahead);
+                } else if constexpr (copies_ahead() && !T::kReadsCopiesAhead) {
+                    to_exponents(s, params, scores.params, place, copies, copied);
+                    copy_ahead(i - 1);
+                } else if constexpr (kScoreProgram) {
+                    to_exponents(s, params, scores.params, place, ahead);
+                }
                 if constexpr (kMaskProgram) mask_bits.hide(s, 0, programs_of(params), place);
                 read_mask_bits(i - 1);
             }
@@ -356,11 +366,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.sinks) {
                 if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
             }
-            read_ahead(n_block);
+            const auto rows_ahead = read_ahead(n_block);
             read_mask_bits(n_block);
             wgmma::wait<0>();
             release_k();
-            modify(n_block);
+            modify(n_block, rows_ahead);
             if constexpr (C.sinks) softmax.begin(sink);
             softmax.template step<true>(s, scale_log2, rescale);
             if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
@@ -387,17 +397,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     smem.v_bars.wait_full(v_state);
                     issue_pv(accumulate);
                     signal_next();
-                    read_ahead(n_block);
+                    const auto rows_ahead = read_ahead(n_block);
                     wgmma::wait<1>();
                     release_k();
                     if constexpr (C.lazy_max) {
                         const bool as_products = near && !range.needs_mask(n_block);
-                        if (!as_products) modify(n_block);
+                        if (!as_products) modify(n_block, rows_ahead);
                         auto weigh_part = [&](auto& of, int begin) { weigh_tile(of, n_block, begin); };
                         lazy_softmax_under_pv<C>(softmax, score_mod, as_products, near, s, scale_log2, p, o,
                                                  rescale, hold, release_v, weigh_part, pack_p);
                     } else {
-                        modify(n_block);
+                        modify(n_block, rows_ahead);
                         softmax_under_pv<C>(softmax, s, scale_log2, rescale, hold, release_v);
                         weigh_tile(s, n_block, 0);
                         pack_p();
@@ -421,11 +431,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     wait_turn();
                     issue_s();
                     signal_next();
-                    read_ahead(n_block);
+                    const auto rows_ahead = read_ahead(n_block);
                     wgmma::wait<0>();
                     release_k();
                     release_v();
-                    modify(n_block);
+                    modify(n_block, rows_ahead);
                     softmax.template step<false>(s, scale_log2, rescale);
                     weigh_tile(s, n_block, 0);
                     pack_p();

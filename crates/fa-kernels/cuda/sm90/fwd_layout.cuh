@@ -81,6 +81,15 @@ struct Traits {
     static constexpr int kProducerWarps = C.paged || kCodes ? 2 * kPageWarps : 1;
     static constexpr int kLoadingWarps = C.gather || kCodes ? kPageWarps : 1;
 
+    // Enumerators, which are no symbols of a cubin.
+    enum : bool {
+        // Whether what was copied is read before the wait for S: at head dim 64 exponentials leave no
+        // registers for it, and wider products more time.
+        kReadsCopiesAhead = copies_ahead() && C.num_wg < 3 && C.head_dim_v >= 128,
+        // Whether an additive change makes what it takes of the rows before the wait for S.
+        kRowsAhead = kScoreProgram && Mods::kAdditive && ahead_form() == AheadForm::None
+    };
+
     // What a consumer's warp copies of an array that its program reads ahead.
     using Copies = AheadOfRows<ScorePlace<false, C.pack_gqa>, C.tile_n / 2>;
 

@@ -20,7 +20,7 @@ pub mod sm90_wide;
 
 pub use planned::unbound;
 
-use fa_core::program::{Ahead, AheadForm};
+use fa_core::program::{Ahead, AheadForm, Deps};
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{Division, KernelSpec, MaskKind, Problem};
 
@@ -96,6 +96,15 @@ fn shares_distances(problem: &Problem) -> bool {
     ahead.is_some_and(|ahead| matches!(ahead.form, AheadForm::Distances { .. }))
 }
 
+/// Whether a program finds numbers of the query head for each tile of keys, as ALiBi's slopes. A thread whose
+/// two rows are of two heads finds twice as many, after a division by the group (NB-214).
+fn finds_heads(problem: &Problem) -> bool {
+    problem.score.program.is_some_and(|program| {
+        let of_head = program.score().is_some_and(|score| program.deps(score).has(Deps::HEAD));
+        of_head && program.ahead().is_none()
+    })
+}
+
 /// Whether a program reads an array whose elements the SM90 class copies to shared memory a tile ahead.
 fn copies_ahead(spec: &KernelSpec) -> bool {
     spec.score.program.and_then(|program| program.ahead()).is_some_and(Ahead::is_copied)
@@ -122,6 +131,9 @@ fn packings(problem: &Problem, tile_m: u32, division: Division) -> &'static [boo
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
+    } else if finds_heads(problem) && 16 * tiles(packed) > 15 * group * tiles(tile_m as usize) {
+        // Packing spares too few tiles.
+        &[false]
     } else if tiles(packed) < group * tiles(tile_m as usize) {
         &[true]
     } else {

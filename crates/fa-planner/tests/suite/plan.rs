@@ -394,6 +394,27 @@ fn loads_are_shared_where_rows_begin_between_sectors() {
     }
 }
 
+/// A bias of f32 in wide heads leaves no registers for overlap, and is read in steps of 64 keys. Rows of
+/// several heads have a slope each, which a 170th of the tiles does not pay for.
+#[test]
+fn what_programs_read_decides_tiles() {
+    let best = |problem: Problem, text: &str| {
+        let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+        let own = problem.with_score(ScoreMod::NONE.with_program(Some(program)));
+        plan(&own, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0).spec
+    };
+    let problem = Problem::square(2, 8192, 16, 128, Mask::FULL, Dtype::Bf16);
+    let wide = best(problem.with_head_dims(512, 512), "array t: f32[_, _]; score = s + t[q, k];");
+    let Kernel::Sm90Wide(kernel) = &wide.kernel else { panic!("{wide}") };
+    assert_eq!((kernel.tile_n, kernel.overlap), (64, false), "{wide}");
+    for (queries, packs) in [(8192, false), (48, true)] {
+        let problem = Problem::square(2, queries, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
+        let slopes = best(problem, "array t: f32[_]; score = s + t[h] * f32(k - q);");
+        let Kernel::Sm90Fwd(kernel) = &slopes.kernel else { panic!("{slopes}") };
+        assert_eq!(kernel.pack_gqa, packs, "{slopes}");
+    }
+}
+
 /// Of heads of more than 256 columns and of latents the leader has room for what a program reads, dropout's
 /// bits as well.
 #[test]

@@ -108,9 +108,15 @@ const GATHER: u32 = 4;
 /// Registers of addresses beside what a program reads ahead.
 const ADDRESSES: u32 = 4;
 
+/// Registers of what is read of a program's array in shared memory at a time.
+const PART: u32 = 8;
+
 /// Registers of what a program reads before the scores are there.
 fn ahead(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
     let Some(ahead) = spec.score.program.and_then(|program| program.ahead()) else { return 0 };
+    if ahead.is_copied() {
+        return PART + ADDRESSES;
+    }
     match ahead.registers(kernel.tile_n / 2, kernel.pack_gqa) {
         0 => 0,
         words => words + ADDRESSES,

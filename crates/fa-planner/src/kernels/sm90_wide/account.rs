@@ -1,5 +1,6 @@
 //! What the SM90 forward for wide heads takes of an SM: shared memory, buffer by buffer, and registers.
 
+use fa_core::program::AheadForm;
 use fa_core::{KernelSpec, Sm90Wide};
 
 use crate::registers::{Registers, SetMaxNReg};
@@ -54,10 +55,12 @@ const ADDRESSES: u32 = 4;
 /// one after the other P is made when they are used up.
 fn ahead(spec: &KernelSpec, kernel: &Sm90Wide, p: u32) -> u32 {
     let Some(ahead) = spec.score.program.and_then(|program| program.ahead()) else { return 0 };
+    // Pairs of f32 have twice the registers in flight: what needs 240 of 240 without more of them spills.
+    let addresses = if ahead.form == AheadForm::Keys { ADDRESSES * ahead.bytes / 2 } else { ADDRESSES };
     match ahead.registers(kernel.tile_n / 2, kernel.pack_gqa) {
         0 => 0,
-        words if kernel.overlap => words + ADDRESSES,
-        words => (words + ADDRESSES).saturating_sub(p),
+        words if kernel.overlap => words + addresses,
+        words => (words + addresses).saturating_sub(p),
     }
 }
 
