@@ -83,6 +83,7 @@ impl Unit {
         for step in launches.steps.iter().filter(|step| launches.takes(step, &addresses)) {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
+                Step::ClearGradient => memory.clear_gradient(&session, launches.cleared(&addresses)),
                 Step::Plan(launch) | Step::Launch(launch) => {
                     let ahead = self.spec.score.program.and_then(|program| program.ahead());
                     let mut arguments: Vec<*const c_void> = vec![params.raw().cast_const()];

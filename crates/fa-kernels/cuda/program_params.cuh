@@ -59,11 +59,17 @@ static_assert(FA_OFFSETOF(BlockMapParams, kept) == 36);
 
 // The gradients of a program's arrays; backward only.
 struct ArrayGradientParams {
-    // Of each array, packed in f32; null for none.
-    float* to[8];
+    // Of each array, packed; null for none.
+    void* to[8];
+    // A bit for each array whose gradient is of its own 16 bits, and not f32.
+    unsigned narrow;
+    // 1 where the main kernel stores dS as a gradient.
+    int stored;
 };
-static_assert(sizeof(ArrayGradientParams) == 64 && alignof(ArrayGradientParams) == 8);
+static_assert(sizeof(ArrayGradientParams) == 72 && alignof(ArrayGradientParams) == 8);
 static_assert(FA_OFFSETOF(ArrayGradientParams, to) == 0);
+static_assert(FA_OFFSETOF(ArrayGradientParams, narrow) == 64);
+static_assert(FA_OFFSETOF(ArrayGradientParams, stored) == 68);
 
 // The arrays and scalars of a kernel's program.
 struct ProgramParams {

@@ -1,10 +1,11 @@
 //! Gradients of arrays that a kernel sums where it computes the scores, and programs that have no others.
 
+use super::affine::ScoreClass;
 use super::error::{ProgramError, ProgramProblem, limit};
 use super::forms::Axis;
 use super::graph::Graph;
 use super::limits::MAX_ARRAYS;
-use super::node::{Node, NodeId};
+use super::node::{Const, Node, NodeId};
 use super::types::{ArrayDecl, Deps, Element, Var};
 use super::whole::{Program, copied_but};
 
@@ -42,6 +43,23 @@ impl Program {
                     && count(Axis::Head) + count(Axis::HeadKv) <= 1
             }
         }
+    }
+
+    /// The array of 16 bits whose gradient is that of the score, by its place in [`Program::gradients`]: it is
+    /// added to the score as it is, with an element for each query and key, those of keys side by side.
+    pub fn added_array(&self) -> Option<usize> {
+        if !matches!(self.class(), Some(ScoreClass::Additive { .. })) {
+            return None;
+        }
+        self.gradients().iter().position(|gradient| {
+            let axes = self.axes(gradient.load);
+            let element = self.arrays()[gradient.array].element;
+            matches!(element, Element::F16 | Element::Bf16)
+                && self.nodes()[gradient.slope.index()] == Node::Const(Const::F32(1f32.to_bits()))
+                && self.is_direct(gradient.array)
+                && axes.contains(&Axis::Query)
+                && axes.last() == Some(&Axis::Key)
+        })
     }
 
     /// The program in which arrays of their own stand for the loads of arrays whose gradients are not direct,

@@ -196,6 +196,16 @@ impl KernelSpec {
         each_kernel!(&self.kernel, kernel => kernel.backward(self))
     }
 
+    /// The array whose gradient the main kernel may store, by its place in the program's gradients: that of the
+    /// scores, which SM90 backwards have in shared memory in the type of Q.
+    pub fn stored_gradient(&self) -> Option<usize> {
+        let Kernel::Sm90Bwd(Sm90Bwd { dkv_swap_ab: false, .. }) = self.kernel else { return None };
+        let program = self.score.program?;
+        let at = program.added_array()?;
+        let element = program.arrays()[program.gradients()[at].array].element;
+        (element.narrow() == Some(self.types.q)).then_some(at)
+    }
+
     /// Whether CTAs list their work themselves where a call brings no plan and tiles are few: those of SM90
     /// forwards that divide the keys of sequences whose lengths are on the device.
     pub fn plans_for_itself(&self) -> bool {

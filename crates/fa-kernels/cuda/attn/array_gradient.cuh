@@ -23,9 +23,13 @@
 
 namespace fa {
 
-// An array's slot among the program's, and its axes by what indexes them; -1 for none.
+enum class ArrayElement { F32, F16, Bf16 };
+
+// An array's slot among the program's, the type of its elements, and its axes by what indexes them; -1 for
+// none.
 struct ArrayRules {
     int slot;
+    ArrayElement element;
     int batch, head, kv_head, query, key;
 };
 
@@ -85,8 +89,9 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
     using Cut = sm80::WarpCut<kArrayTile, kArrayTile, kArrayThreads / 32, 4>;
     const ProgramParams& programs = programs_of(params);
     const ProgramArray& array = programs.arrays[R.slot];
-    float* const to = gradients_of(params).to[R.slot];
+    void* const to = gradients_of(params).to[R.slot];
     if (to == nullptr) return;
+    const bool is_narrow = (gradients_of(params).narrow >> R.slot & 1) != 0;
     Smem& smem = shared_memory<Smem>();
     const ShapeParams& shape = params.shape;
 
@@ -229,6 +234,16 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
         }
         return at;
     };
+    auto store = [&](i64 at, float value) {
+        if constexpr (R.element != ArrayElement::F32) {
+            if (is_narrow) {
+                constexpr Dtype kDtype = R.element == ArrayElement::F16 ? Dtype::F16 : Dtype::Bf16;
+                static_cast<u16*>(to)[at] = static_cast<u16>(pack<kDtype>(value, 0.f));
+                return;
+            }
+        }
+        static_cast<float*>(to)[at] = value;
+    };
     const int first_query = m_index * kArrayTile, first_key = n_index * kArrayTile;
     const bool is_summed = !by_query || !by_key;
 #pragma unroll
@@ -240,7 +255,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                 smem.sums[row][column] = sums[f][i];
             } else if (first_query + row < array.extents[R.query < 0 ? 0 : R.query] &&
                        first_key + column < array.extents[R.key < 0 ? 0 : R.key]) {
-                to[place(first_query + row, first_key + column)] = sums[f][i];
+                store(place(first_query + row, first_key + column), sums[f][i]);
             }
         }
     }
@@ -252,12 +267,12 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
         if (thread >= kArrayTile) return;
         for (int i = 0; i < kArrayTile; ++i) sum += by_query ? smem.sums[thread][i] : smem.sums[i][thread];
         const int query = first_query + thread, key = first_key + thread;
-        if (by_query ? query < extent(R.query) : key < extent(R.key)) to[place(query, key)] = sum;
+        if (by_query ? query < extent(R.query) : key < extent(R.key)) store(place(query, key), sum);
         return;
     }
     if (thread > 0) return;
     for (int i = 0; i < kArrayTile * kArrayTile; ++i) sum += smem.sums[i / kArrayTile][i % kArrayTile];
-    to[place(0, 0)] = sum;
+    store(place(0, 0), sum);
 }
 
 }  // namespace fa

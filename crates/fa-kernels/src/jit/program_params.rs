@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use crate::jit::cache_params::CacheParams;
 use crate::jit::declare::{
-    ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
+    ConstPtr, DeviceType, MutPtr, MutU32Ptr, ParamField, ParamStruct, param_struct,
 };
 
 /// Arrays that the programs of a kernel may read together.
@@ -53,8 +53,12 @@ param_struct! {
 param_struct! {
     /// The gradients of a program's arrays; backward only.
     pub struct ArrayGradientParams {
-        /// Of each array, packed in f32; null for none.
-        pub to: [MutF32Ptr; 8],
+        /// Of each array, packed; null for none.
+        pub to: [MutPtr; 8],
+        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
+        pub narrow: u32,
+        /// 1 where the main kernel stores dS as a gradient.
+        pub stored: i32,
     }
 }
 
@@ -73,8 +77,12 @@ param_struct! {
 param_struct! {
     /// [`ArrayGradientParams`] of a program of more than [`FEW_ARRAYS`] arrays.
     pub struct ManyGradientParams {
-        /// Of each array, packed in f32; null for none.
-        pub to: [MutF32Ptr; 16],
+        /// Of each array, packed; null for none.
+        pub to: [MutPtr; 16],
+        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
+        pub narrow: u32,
+        /// 1 where the main kernel stores dS as a gradient.
+        pub stored: i32,
     }
 }
 

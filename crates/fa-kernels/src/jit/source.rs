@@ -503,7 +503,13 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
     let header = format!("{}.cuh", name.replacen('_', "/", 1));
     let Traits { blocks_per_sm, cluster, tensor_maps, head_parts, .. } = spec.traits();
-    let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
+    let mut maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
+    let mut arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
+    let stores_ds = spec.stored_gradient().is_some();
+    if stores_ds {
+        maps.push("tma_ds".to_owned());
+        arguments.push_str(", &tma_ds");
+    }
     let params = pass_params(spec);
     let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
         "WithCache".to_owned()
@@ -515,7 +521,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let packs = spec.traits().packs_gqa;
     let mut text = format!("// {spec}\n");
     if spec.score.program.is_some() {
-        let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);
+        text.push_str("#define FA_PROGRAMS\n");
+        if stores_ds {
+            text.push_str("#define FA_STORES_GRADIENT\n");
+        }
+        let _ = writeln!(text, "#include \"{}\"", program::HEADER);
     }
     let _ = writeln!(text, "#include \"{header}\"");
     if spec.score.masks() {
@@ -562,7 +572,6 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     for map in &maps {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
-    let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let rules = if spec.plans_for_itself() { ", plan_rules" } else { "" };
     let _ = write!(text, ") {{\n    {name}<config{rules}>(params{arguments});\n}}\n");
     let call =

@@ -1,6 +1,6 @@
 //! The launches of a backward as data: parameters, tensor maps, workspace and the order of its kernels.
 
-use fa_core::spec::{Scheduler, TileOrder, Traits};
+use fa_core::spec::{Scheduler, TileOrder, Traits, panel};
 use fa_core::{Arch, KernelSpec, LaunchPlan, MaskKind, Problem};
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_heads};
@@ -88,6 +88,10 @@ impl Launches {
                 steps.extend(map.bits.filter(|_| m_tiles > 0).map(Step::Launch));
             }
         }
+        let mut gradients = ArrayGradient::all(spec)?;
+        if gradients.iter().any(|own| own.may_be_stored) && !visits_all_tiles(spec, problem) {
+            steps.push(Step::ClearGradient);
+        }
         if n_tiles > 0 {
             steps.push(main);
         }
@@ -101,7 +105,6 @@ impl Launches {
             let (heads, smem) = (params.shape.heads_q as u32, DSINKS_THREADS / 32 * 4);
             steps.push(Step::Launch(Launch::plain(DSINKS, heads, DSINKS_THREADS, smem)));
         }
-        let mut gradients = ArrayGradient::all(spec)?;
         for gradient in &mut gradients {
             steps.push(Step::Launch(array_gradient(gradient, spec, problem, arch)?));
         }
@@ -120,8 +123,22 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients,
+            scores: [
+                problem.lengths.sequences(),
+                problem.heads_q,
+                problem.lengths.max_q(),
+                problem.lengths.max_k(),
+            ],
+            ds_box: spec.stored_gradient().map(|_| (panel(traits.tile.1), traits.tile.0)),
         })
     }
+}
+
+/// Whether the main kernel visits every tile of queries and keys.
+fn visits_all_tiles(spec: &KernelSpec, problem: &Problem) -> bool {
+    let Problem { lengths, mask, .. } = problem;
+    let is_empty = lengths.reach_q() == 0 || lengths.reach_k() == 0;
+    !spec.reads.varied && mask.is_full() && !spec.score.masks() && !is_empty
 }
 
 /// Checks that the query heads of a K/V head can be divided as the plan says.

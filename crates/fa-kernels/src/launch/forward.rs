@@ -97,6 +97,8 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients: Vec::new(),
+            scores: [0; 4],
+            ds_box: None,
         })
     }
 }

@@ -17,11 +17,11 @@ use crate::jit::params::{
 use crate::jit::program_params::{
     ArrayGradientParams, BlockMapParams, FEW_ARRAYS, ManyArrays, ProgramParams, WithPrograms,
 };
-use crate::jit::source::ENTRY;
+use crate::jit::source::{ARRAY_GRADIENTS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
-use crate::launch::raw_program::check_program;
+use crate::launch::raw_program::{RawProgram, check_program};
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -121,6 +121,9 @@ impl Launch {
 pub enum Step {
     /// Sets a part of the workspace to zero.
     Clear(Part),
+    /// Sets the gradient that the main kernel stores to zero, where it visits not every tile
+    /// ([`Launches::cleared`]).
+    ClearGradient,
     /// Launches the kernel that plans the work of sequences whose lengths are on the device
     /// ([`Launches::takes`]).
     Plan(Launch),
@@ -205,6 +208,10 @@ pub struct Launches {
     pub(crate) mask_offset: i32,
     /// The arrays whose gradients are computed; backward only.
     pub(crate) gradients: Vec<ArrayGradient>,
+    /// Sequences, query heads, and the most queries and keys of a sequence.
+    pub(crate) scores: [usize; 4],
+    /// Keys of a panel of dS and queries of a tile, of a kernel that may store dS.
+    pub(crate) ds_box: Option<(u32, u32)>,
 }
 
 impl Launches {
@@ -262,8 +269,30 @@ impl Launches {
     pub fn takes(&self, step: &Step, at: &Addresses) -> bool {
         match step {
             Step::Plan(_) => at.extras.plan.is_none() && !self.plans_for_itself(),
-            Step::Clear(_) | Step::Launch(_) => true,
+            Step::Clear(_) => true,
+            Step::ClearGradient => self.stored(at).is_some(),
+            Step::Launch(launch) => {
+                let mut gradients = self.gradients.iter();
+                let Some(own) = gradients.find(|own| ARRAY_GRADIENTS[own.index] == launch.entry) else {
+                    return true;
+                };
+                let is_wanted = at.extras.program.is_some_and(|given| given.gradients[own.slot] != 0);
+                is_wanted && self.stored(at).is_none_or(|(_, stored)| stored != own)
+            }
         }
+    }
+
+    /// The gradient that the main kernel stores in a call at `at`.
+    fn stored(&self, at: &Addresses) -> Option<(RawProgram, &ArrayGradient)> {
+        let given = at.extras.program?;
+        let own = self.gradients.iter().find(|own| given.stores(own, self.scores))?;
+        Some((given, own))
+    }
+
+    /// Address and bytes of what [`Step::ClearGradient`] sets to zero.
+    pub fn cleared(&self, at: &Addresses) -> Option<(u64, usize)> {
+        let (given, own) = self.stored(at)?;
+        Some((given.gradients[own.slot], 2 * self.scores.iter().product::<usize>()))
     }
 
     pub(crate) fn plans_for_itself(&self) -> bool {
@@ -367,7 +396,8 @@ impl Launches {
                     plan: plan(params.plan),
                     ..params
                 };
-                let gradients = at.extras.program.unwrap_or_default().gradients();
+                let is_stored = self.stored(at).is_some();
+                let gradients = at.extras.program.unwrap_or_default().gradients(is_stored);
                 let cache = own.cache;
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
@@ -381,7 +411,7 @@ impl Launches {
             return Argument::Few(params);
         }
         let given = at.extras.program.unwrap_or_default();
-        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
+        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients(self.stored(at).is_some()));
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
                 Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })
@@ -392,12 +422,21 @@ impl Launches {
         }
     }
 
-    /// The tensor maps of a call, in the order of the arguments: four at most.
+    /// The tensor maps of a call, in the order of the arguments: five at most.
     pub fn maps<'a>(&'a self, at: &'a Addresses) -> impl ExactSizeIterator<Item = TensorMap> + 'a {
-        self.maps.iter().map(|map| {
+        let of_tensor = |map: &MapTemplate| {
             let raw = &at.tensors[map.tensor];
             let shape = MapShape::of(&self.tensors[map.tensor].shape, &raw.strides, map);
             TensorMap { tensor: map.name, address: raw.address, shape }
+        };
+        let ds_box = self.ds_box.filter(|_| !self.maps.is_empty());
+        (0..self.maps.len() + usize::from(ds_box.is_some())).map(move |i| {
+            match (self.maps.get(i), ds_box, self.stored(at)) {
+                (Some(map), ..) => of_tensor(map),
+                (None, Some((panel, rows)), Some((given, own))) => given.map(own, panel, rows),
+                // Of a call that stores no dS any map will do.
+                (None, ..) => of_tensor(&self.maps[0]),
+            }
         })
     }
 }

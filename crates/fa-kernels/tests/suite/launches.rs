@@ -36,6 +36,7 @@ fn tensors(launches: &Launches) -> Vec<RawTensor> {
 fn entries(launches: &Launches) -> Vec<(&'static str, u32)> {
     let name = |step: &Step| match step {
         Step::Clear(_) => ("clear", 0),
+        Step::ClearGradient => ("clear the gradient", 0),
         Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.grid),
     };
     launches.steps.iter().map(name).collect()
@@ -518,7 +519,7 @@ fn only_the_combination_starts_early() {
     let early: Vec<_> = (launches.steps.iter())
         .map(|step| match step {
             Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.starts_early),
-            Step::Clear(_) => panic!("a forward clears nothing"),
+            Step::Clear(_) | Step::ClearGradient => panic!("a forward clears nothing"),
         })
         .collect();
     assert_eq!(early, [("fa_plan", false), ("fa_kernel", false), ("fa_combine", true)]);
