@@ -27,6 +27,8 @@ pub(crate) struct DeviceMemory<'a> {
     arrays: Vec<Memory<'a>>,
     /// Gradients of arrays, of a backward.
     darrays: Vec<Option<Gradient<'a>>>,
+    /// Where scores' gradients go that are summed.
+    room: Option<Memory<'a>>,
     program: Option<RawProgram>,
     page_faults: Option<Memory<'a>>,
     /// Rows that belong to no sequence: address and bytes.
@@ -90,6 +92,11 @@ impl<'a> DeviceMemory<'a> {
                 darrays.push(room.map(|room| (room, len, narrow)));
             }
         }
+        let bytes = program.as_ref().map_or(0, |raw| launches.room_bytes(raw));
+        let room = (bytes > 0).then(|| Memory::new(machine, "room", bytes)).transpose()?;
+        if let (Some(raw), Some(room)) = (&mut program, &room) {
+            raw.room = room.address();
+        }
         let has_pages = problem.lengths.page().is_some();
         let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
         if let Some(memory) = &mut page_faults {
@@ -109,6 +116,7 @@ impl<'a> DeviceMemory<'a> {
             dsinks,
             arrays,
             darrays,
+            room,
             program,
             page_faults,
             foreign,
@@ -154,6 +162,9 @@ impl<'a> DeviceMemory<'a> {
         for (memory, ..) in self.darrays.iter().flatten() {
             let bytes = memory.bytes().len() as u64;
             session.region("darray", memory.address(), bytes, around, Access::Unwritten);
+        }
+        if let Some(memory) = &self.room {
+            session.region("room", memory.address(), memory.bytes().len() as u64, around, Access::Unwritten);
         }
         if let Some(memory) = &self.page_faults {
             session.region("page_faults", memory.address(), 4, around, Access::Written);

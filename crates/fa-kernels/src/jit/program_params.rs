@@ -57,8 +57,12 @@ param_struct! {
         pub to: [MutPtr; 8],
         /// A bit for each array whose gradient is of its own 16 bits, and not f32.
         pub narrow: u32,
-        /// 1 where the main kernel stores dS as a gradient.
+        /// 1 where the main kernel stores dS: as a gradient, or in the room.
         pub stored: i32,
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+        pub room: ConstPtr,
+        /// Elements of a row of it.
+        pub pitch: i32,
     }
 }
 
@@ -81,8 +85,12 @@ param_struct! {
         pub to: [MutPtr; 16],
         /// A bit for each array whose gradient is of its own 16 bits, and not f32.
         pub narrow: u32,
-        /// 1 where the main kernel stores dS as a gradient.
+        /// 1 where the main kernel stores dS: as a gradient, or in the room.
         pub stored: i32,
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+        pub room: ConstPtr,
+        /// Elements of a row of it.
+        pub pitch: i32,
     }
 }
 

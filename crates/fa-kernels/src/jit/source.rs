@@ -150,6 +150,13 @@ pub(crate) const ARRAY_GRADIENTS: [&str; MAX_ARRAYS] = [
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
 pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
+/// The entry of a backward that may store dS: sums of it, which are the gradient of an array that several
+/// sequences or heads share.
+pub(crate) const ARRAY_SUM: &str = "fa_array_sum";
+
+/// Threads of a CTA of [`ARRAY_SUM`].
+pub(crate) const ARRAY_SUM_THREADS: u32 = 256;
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -206,6 +213,7 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (LISTS, spec.score.masks() && is_backward),
         (ORDER, orders_lists(spec)),
         (MASK_BITS, mask_bits_threads(spec).is_some()),
+        (ARRAY_SUM, spec.stored_gradient().is_some()),
     ];
     let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
     all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
@@ -538,6 +546,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     if !gradients.is_empty() {
         text.push_str("#include \"attn/array_gradient.cuh\"\n");
     }
+    if stores_ds {
+        text.push_str("#include \"attn/array_sum.cuh\"\n");
+    }
     if spec.reads.varied {
         let _ = writeln!(text, "#include \"attn/{}.cuh\"", plan_header(spec));
     }
@@ -642,6 +653,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
         let of_params = format!("static_cast<const {params}&>(params)");
         let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");
         text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
+        if gradient.may_be_stored {
+            let _ = write!(text, "\nstatic_assert(kSumThreads == {ARRAY_SUM_THREADS});");
+            let function = format!("array_sum<config.dtype, ArrayRules{rules}>({of_params})");
+            text.push_str(&call(ARRAY_SUM, ARRAY_SUM_THREADS, &all_params, function));
+        }
     }
     if spec.split && whole {
         text.push_str(&combine(spec));

@@ -10,7 +10,7 @@ use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{
-    DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
+    ARRAY_SUM, ARRAY_SUM_THREADS, DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
     PROCESS_THREADS, sums_dq,
 };
 use crate::launch::checks::count;
@@ -18,6 +18,7 @@ use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::programs::{BlockMap, array_gradient};
+use crate::launch::raw_program::Scores;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -107,6 +108,9 @@ impl Launches {
         }
         for gradient in &mut gradients {
             steps.push(Step::Launch(array_gradient(gradient, spec, problem, arch)?));
+            if gradient.may_be_stored {
+                steps.push(Step::Launch(Launch::plain(ARRAY_SUM, u32::MAX >> 1, ARRAY_SUM_THREADS, 0)));
+            }
         }
         let panels = panels_of(spec).filter(|_| n_tiles > 0);
         let (tensors, is_ragged) = (Tensor::of_pass(problem, true), spec.reads.varied);
@@ -123,12 +127,12 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients,
-            scores: [
-                problem.lengths.sequences(),
-                problem.heads_q,
-                problem.lengths.max_q(),
-                problem.lengths.max_k(),
-            ],
+            scores: Scores {
+                batch: problem.lengths.sequences(),
+                heads: problem.heads_q,
+                queries: problem.lengths.max_q(),
+                keys: problem.lengths.max_k(),
+            },
             ds_box: spec.stored_gradient().map(|_| (panel(traits.tile.1), traits.tile.0)),
         })
     }

@@ -2,7 +2,7 @@
 //! that the driver and an emulation run the same launches.
 
 use fa_core::extras::Need;
-use fa_core::program::Interned;
+use fa_core::program::{Axis, Interned};
 use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, Descales, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
@@ -17,11 +17,12 @@ use crate::jit::params::{
 use crate::jit::program_params::{
     ArrayGradientParams, BlockMapParams, FEW_ARRAYS, ManyArrays, ProgramParams, WithPrograms,
 };
-use crate::jit::source::{ARRAY_GRADIENTS, ENTRY};
+use crate::jit::source::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
-use crate::launch::raw_program::{RawProgram, check_program};
+use crate::launch::programs::ARRAY_TILE;
+use crate::launch::raw_program::{RawProgram, Scores, Stored, check_program};
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -184,6 +185,9 @@ pub struct Addresses<'a> {
     pub extras: RawExtras,
 }
 
+/// The most bytes of a room that a call asks for: beyond them the gradient is computed anew.
+const MOST_ROOM: usize = 2 << 30;
+
 /// The launches of a pass for one problem.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launches {
@@ -208,8 +212,8 @@ pub struct Launches {
     pub(crate) mask_offset: i32,
     /// The arrays whose gradients are computed; backward only.
     pub(crate) gradients: Vec<ArrayGradient>,
-    /// Sequences, query heads, and the most queries and keys of a sequence.
-    pub(crate) scores: [usize; 4],
+    /// The scores that there may be.
+    pub(crate) scores: Scores,
     /// Keys of a panel of dS and queries of a tile, of a kernel that may store dS.
     pub(crate) ds_box: Option<(u32, u32)>,
 }
@@ -271,28 +275,59 @@ impl Launches {
             Step::Plan(_) => at.extras.plan.is_none() && !self.plans_for_itself(),
             Step::Clear(_) => true,
             Step::ClearGradient => self.stored(at).is_some(),
+            Step::Launch(launch) if launch.entry == ARRAY_SUM => {
+                self.stored(at).is_some_and(|(_, stored, _)| stored == Stored::Room)
+            }
             Step::Launch(launch) => {
-                let mut gradients = self.gradients.iter();
-                let Some(own) = gradients.find(|own| ARRAY_GRADIENTS[own.index] == launch.entry) else {
-                    return true;
-                };
+                let Some(own) = self.gradient_of(launch) else { return true };
                 let is_wanted = at.extras.program.is_some_and(|given| given.gradients[own.slot] != 0);
-                is_wanted && self.stored(at).is_none_or(|(_, stored)| stored != own)
+                is_wanted && self.stored(at).is_none_or(|(.., stored)| stored != own)
             }
         }
     }
 
-    /// The gradient that the main kernel stores in a call at `at`.
-    fn stored(&self, at: &Addresses) -> Option<(RawProgram, &ArrayGradient)> {
+    fn gradient_of(&self, launch: &Launch) -> Option<&ArrayGradient> {
+        self.gradients.iter().find(|own| ARRAY_GRADIENTS[own.index] == launch.entry)
+    }
+
+    /// A launch of a call at `at`: those of arrays' gradients have as many CTAs as the call's arrays need.
+    pub fn launch_at(&self, launch: &Launch, at: &Addresses) -> Launch {
+        let Some(given) = at.extras.program else { return *launch };
+        let tiles = |own: &ArrayGradient, axis: Axis| {
+            given.extent(own, &[axis]).div_ceil(if matches!(axis, Axis::Query | Axis::Key) { ARRAY_TILE } else { 1 })
+        };
+        let grid = match (self.gradient_of(launch), self.stored(at)) {
+            (Some(own), _) => own.axes.iter().map(|&axis| tiles(own, axis)).product(),
+            (None, Some((_, _, own))) if launch.entry == ARRAY_SUM => {
+                let rows = own.axes.iter().filter(|&&axis| axis != Axis::Key);
+                let rows: usize = rows.map(|&axis| given.extent(own, &[axis])).product();
+                let threads = rows.saturating_mul(self.scores.keys.div_ceil(8));
+                threads.div_ceil(ARRAY_SUM_THREADS as usize)
+            }
+            (None, _) => return *launch,
+        };
+        Launch { grid: u32::try_from(grid).unwrap_or(launch.grid).min(launch.grid), ..*launch }
+    }
+
+    /// Where the main kernel stores dS in a call at `at`, and the array whose gradient that serves.
+    fn stored(&self, at: &Addresses) -> Option<(RawProgram, Stored, &ArrayGradient)> {
         let given = at.extras.program?;
-        let own = self.gradients.iter().find(|own| given.stores(own, self.scores))?;
-        Some((given, own))
+        let found = |own| Some((given, given.stores(own, self.scores)?, own));
+        self.gradients.iter().find_map(found)
+    }
+
+    /// Bytes of the room ([`RawProgram::room`]) that makes a call with this program faster; 0 for none.
+    pub fn room_bytes(&self, given: &RawProgram) -> usize {
+        let needs = self.gradients.iter().any(|own| given.needs_room(own, self.scores));
+        let bytes = if needs { self.scores.room_bytes() } else { 0 };
+        if bytes > MOST_ROOM { 0 } else { bytes }
     }
 
     /// Address and bytes of what [`Step::ClearGradient`] sets to zero.
     pub fn cleared(&self, at: &Addresses) -> Option<(u64, usize)> {
-        let (given, own) = self.stored(at)?;
-        Some((given.gradients[own.slot], 2 * self.scores.iter().product::<usize>()))
+        let (given, stored, own) = self.stored(at)?;
+        let address = if stored == Stored::Room { given.room } else { given.gradients[own.slot] };
+        Some((address, self.scores.room_bytes()))
     }
 
     pub(crate) fn plans_for_itself(&self) -> bool {
@@ -396,8 +431,8 @@ impl Launches {
                     plan: plan(params.plan),
                     ..params
                 };
-                let is_stored = self.stored(at).is_some();
-                let gradients = at.extras.program.unwrap_or_default().gradients(is_stored);
+                let stored = self.stored(at).map(|(_, stored, _)| stored);
+                let gradients = at.extras.program.unwrap_or_default().gradients(stored, self.scores);
                 let cache = own.cache;
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
@@ -411,7 +446,8 @@ impl Launches {
             return Argument::Few(params);
         }
         let given = at.extras.program.unwrap_or_default();
-        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients(self.stored(at).is_some()));
+        let stored = self.stored(at).map(|(_, stored, _)| stored);
+        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients(stored, self.scores));
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
                 Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })
@@ -433,7 +469,7 @@ impl Launches {
         (0..self.maps.len() + usize::from(ds_box.is_some())).map(move |i| {
             match (self.maps.get(i), ds_box, self.stored(at)) {
                 (Some(map), ..) => of_tensor(map),
-                (None, Some((panel, rows)), Some((given, own))) => given.map(own, panel, rows),
+                (None, Some(tile), Some((given, stored, own))) => given.map((stored, own), self.scores, tile),
                 // Of a call that stores no dS any map will do.
                 (None, ..) => of_tensor(&self.maps[0]),
             }

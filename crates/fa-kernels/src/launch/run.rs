@@ -70,6 +70,7 @@ pub(crate) unsafe fn enqueue(
                     .map_err(|source| Error::Driver { doing: "clearing an array's gradient", source })?;
             }
             Step::Plan(launch) | Step::Launch(launch) => {
+                let launch = &launches.launch_at(launch, at);
                 let taken = if launch.takes_maps { filled } else { 1 };
                 // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller
                 // vouches for the addresses.
