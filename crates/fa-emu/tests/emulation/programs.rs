@@ -199,15 +199,18 @@ fn gradients_of_biases_are_stored_or_summed() {
     let masked = "array bias: bf16[_, _, _, _] grad; mask = q // 64 == k // 64 + 1; score = s + bias[h, b, q, k];";
     let persistent = KERNELS[6];
     for (kernel, mask, program, (queries, keys), heads, shared, entry) in [
-        (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false], "fa_kernel"),
-        (BIASED[2], "causal", bias, (150, 136), (2, 1), [false, false], "fa_kernel"),
-        (BIASED[2], "window", masked, (150, 200), (2, 2), [false, false], "fa_kernel"),
-        (BIASED[2], "full", bias, (90, 144), (2, 2), [true, false], "fa_array_sum"),
-        (BIASED[2], "causal", bias, (90, 139), (4, 2), [true, true], "fa_array_sum"),
-        (BIASED[2], "causal", bias, (90, 139), (2, 2), [false, false], "fa_array_sum"),
-        (BIASED[2], "full", grouped, (70, 144), (4, 2), [true, false], "fa_array_sum"),
-        (persistent, "causal", bias, (200, 144), (2, 2), [false, false], "fa_kernel"),
-        (BIASED[1], "full", bias, (90, 144), (2, 2), [true, false], "fa_array_gradient_0"),
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[2], "causal", bias, (150, 136), (2, 1), [false, false, false], "fa_kernel"),
+        (BIASED[2], "window", masked, (150, 200), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [true, false, false], "fa_array_sum"),
+        (BIASED[2], "causal", bias, (90, 139), (4, 2), [true, true, false], "fa_array_sum"),
+        (BIASED[2], "causal", bias, (90, 139), (2, 2), [false, false, false], "fa_array_sum"),
+        (BIASED[2], "full", grouped, (70, 144), (4, 2), [true, false, false], "fa_array_sum"),
+        (persistent, "causal", bias, (200, 144), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[1], "full", bias, (90, 144), (2, 2), [true, false, false], "fa_array_sum"),
+        (BIASED[1], "causal", bias, (90, 144), (2, 2), [false, false, false], "fa_kernel"),
+        // A row of the bias for all queries.
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false, true], "fa_array_gradient_0"),
     ] {
         let spec = spec(kernel, mask, program);
         let unit = emulator().unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
@@ -223,7 +226,7 @@ fn gradients_of_biases_are_stored_or_summed() {
         if program == grouped {
             extents = [heads.1 as i32, queries as i32, keys as i32, 1];
         } else {
-            for axis in (0..2).filter(|&axis| shared[axis]) {
+            for axis in (0..3).filter(|&axis| shared[axis]) {
                 extents[axis] = 1;
             }
         }

@@ -95,6 +95,7 @@ struct BwdLayout {
     static constexpr bool kPdsTransposed =
         stores_scores_gradient() ? C.sdp_swap_ab : pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
     static constexpr bool kPdsRowsAreKeys = C.sdp_swap_ab != kPdsTransposed;
+    static_assert(!stores_scores_gradient() || (!kPdsRowsAreKeys && pds_panel(false) > 0));
     using Pds = PanelTile<kPdsRowsAreKeys ? C.tile_n : C.tile_m, kPdsRowsAreKeys ? C.tile_m : C.tile_n,
                           pds_panel(kPdsRowsAreKeys)>;
     static constexpr Along kByKeys = kPdsRowsAreKeys ? Along::Rows : Along::Columns;     // P^T, dS^T

@@ -47,7 +47,7 @@ impl ArrayGradient {
                 axes,
                 element: program.arrays()[gradient.array].element,
                 lengths: Vec::new(),
-                may_be_stored: spec.stored_gradient() == Some(index),
+                may_be_stored: spec.stored_gradient().is_some_and(|own| own.index == index),
             });
         }
         Ok(all)

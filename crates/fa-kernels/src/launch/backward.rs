@@ -1,6 +1,6 @@
 //! The launches of a backward as data: parameters, tensor maps, workspace and the order of its kernels.
 
-use fa_core::spec::{Scheduler, TileOrder, Traits, panel};
+use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, LaunchPlan, MaskKind, Problem};
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_heads};
@@ -133,7 +133,7 @@ impl Launches {
                 queries: problem.lengths.max_q(),
                 keys: problem.lengths.max_k(),
             },
-            ds_box: spec.stored_gradient().map(|_| (panel(traits.tile.1), traits.tile.0)),
+            ds_box: spec.stored_gradient().map(|own| (own.panel, traits.tile.0)),
         })
     }
 }
