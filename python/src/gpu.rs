@@ -298,7 +298,8 @@ impl Device {
                 let (_scratch, workspace) =
                     scratch(backward.workspace_bytes().max(16), false, &stream, allocate)?;
                 let bytes = extras.program.as_ref().map_or(0, |program| backward.room_bytes(program));
-                let room = (bytes > 0).then(|| scratch(bytes, false, &stream, allocate)).transpose()?;
+                // Where there is no memory for it, gradients are computed without.
+                let room = (bytes > 0).then(|| scratch(bytes, false, &stream, allocate).ok()).flatten();
                 if let (Some(program), Some((_, address))) = (&mut extras.program, &room) {
                     program.room = *address;
                 }
