@@ -196,7 +196,8 @@ fn programs_are_right_in_sm90_backwards() {
 fn gradients_of_biases_are_stored_or_summed() {
     let bias = "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];";
     let grouped = "array bias: bf16[_, _, _] grad; score = s + bias[hk, q, k];";
-    let masked = "array bias: bf16[_, _, _, _] grad; mask = q // 64 == k // 64 + 1; score = s + bias[h, b, q, k];";
+    let masked =
+        "array bias: bf16[_, _, _, _] grad; mask = q // 64 == k // 64 + 1; score = s + bias[h, b, q, k];";
     let persistent = KERNELS[6];
     for (kernel, mask, program, (queries, keys), heads, shared, entry) in [
         (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false, false], "fa_kernel"),

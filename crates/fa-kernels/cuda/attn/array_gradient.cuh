@@ -199,26 +199,24 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                         // What is added to the scores is read side by side, as the main kernel does.
                         constexpr bool kIsAdded = kScoreProgram && !kScoreSlope;
                         if constexpr (kIsAdded) to_exponents(s[f], params, params.score, place);
-                        place.template for_each<Cut::kRegisters>(
-                            programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                const int r = (i >> 1) & 1,
-                                          key = first_key + own_column + 8 * (i / 4) + i % 2;
-                                // An added array's slope depends on no score.
-                                const float product = kIsAdded ? 0.f : s[f][i] * params.score.scale;
-                                bool sees = key >= begin[r] && key < end[r];
-                                if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
-                                float exponent = s[f][i];
-                                if constexpr (!kIsAdded) {
-                                    exponent =
-                                        multiply_towards_zero(mods.score(product, row, column), kLog2e);
-                                }
-                                const float p = sees ? probability(exponent, lse[r]) : 0.f;
-                                float of_p = dp[f][i];
-                                if constexpr (weighs()) of_p *= mods.weight(row, column);
-                                const float ds =
-                                    p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
-                                sums[f][i] += p == 0.f ? 0.f : ds;
-                            });
+                        place.template for_each<Cut::kRegisters>(programs, [&](int i, const auto& mods,
+                                                                               const auto& row,
+                                                                               const auto& column) {
+                            const int r = (i >> 1) & 1, key = first_key + own_column + 8 * (i / 4) + i % 2;
+                            // An added array's slope depends on no score.
+                            const float product = kIsAdded ? 0.f : s[f][i] * params.score.scale;
+                            bool sees = key >= begin[r] && key < end[r];
+                            if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
+                            float exponent = s[f][i];
+                            if constexpr (!kIsAdded) {
+                                exponent = multiply_towards_zero(mods.score(product, row, column), kLog2e);
+                            }
+                            const float p = sees ? probability(exponent, lse[r]) : 0.f;
+                            float of_p = dp[f][i];
+                            if constexpr (weighs()) of_p *= mods.weight(row, column);
+                            const float ds = p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
+                            sums[f][i] += p == 0.f ? 0.f : ds;
+                        });
                     }
                     cta_sync();
                 }

@@ -1,5 +1,5 @@
-// The gradient of an array that is added to the scores of several sequences or heads: the sums of dS, which the
-// main kernel has stored. A thread sums eight neighbouring keys, always in the same order: no atomics.
+// The gradient of an array that is added to the scores of several sequences or heads: the sums of dS, which
+// the main kernel has stored. A thread sums eight neighbouring keys, always in the same order: no atomics.
 #pragma once
 #include "attn/array_gradient.cuh"
 #include "attn/programs.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void array_sum(const BwdParams& params) {
 
     const int first_head = by_kv ? head_index * shape.group_size : by_head ? head_index : 0;
     const i64 of_head = i64(queries) * gradients.pitch, of_batch = of_head * shape.heads_q;
-    const u16* from = static_cast<const u16*>(gradients.room) + batch_index * of_batch + first_head * of_head +
-                      i64(query) * gradients.pitch + key;
+    const u16* from = static_cast<const u16*>(gradients.room) + batch_index * of_batch +
+                      first_head * of_head + i64(query) * gradients.pitch + key;
     int outer = by_batch ? 1 : shape.batch, inner = by_head ? 1 : by_kv ? shape.group_size : shape.heads_q;
     i64 outer_step = of_batch, inner_step = of_head;
     // Many loads are under way at once along the longer one.

@@ -42,8 +42,9 @@ __device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap
         : "memory");
 }
 
-// Stores the box at coordinates (c0, c1, c2, c3) from shared memory at `src`, as far as it lies in the tensor,
-// as a part of the thread's bulk group. Earlier writes to that shared memory need fence_async_shared().
+// Stores the box at coordinates (c0, c1, c2, c3) from shared memory at `src`, as far as it lies in the
+// tensor, as a part of the thread's bulk group. Earlier writes to that shared memory need
+// fence_async_shared().
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, u32 src, int c0, int c1, int c2, int c3,
                                              L2Policy policy) {
     asm volatile(

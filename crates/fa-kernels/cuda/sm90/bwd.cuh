@@ -102,7 +102,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
             }
             sm90::BwdConsumer<C> consumer{smem,         params,    visible,      work.tile,
                                           work.range,   work.walk, warp / 4 - 1, warp % 4,
-                                          lane_index(), elected,   map_ds,      places};
+                                          lane_index(), elected,   map_ds,       places};
             consumer.main_loop();
             consumer.finish();
             places = consumer.places;

@@ -92,8 +92,9 @@ struct BwdLayout {
         return share % 16 == 0 ? shared_panel(columns, share) : 0;
     }
     // A dS that is stored as an array's gradient has rows of queries.
-    static constexpr bool kPdsTransposed =
-        stores_scores_gradient() ? C.sdp_swap_ab : pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
+    static constexpr bool kPdsTransposed = stores_scores_gradient()
+                                               ? C.sdp_swap_ab
+                                               : pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
     static constexpr bool kPdsRowsAreKeys = C.sdp_swap_ab != kPdsTransposed;
     static_assert(!stores_scores_gradient() || (!kPdsRowsAreKeys && pds_panel(false) > 0));
     using Pds = PanelTile<kPdsRowsAreKeys ? C.tile_n : C.tile_m, kPdsRowsAreKeys ? C.tile_m : C.tile_n,

@@ -3,9 +3,7 @@
 use std::ops::{Deref, DerefMut};
 
 use crate::jit::cache_params::CacheParams;
-use crate::jit::declare::{
-    ConstPtr, DeviceType, MutPtr, MutU32Ptr, ParamField, ParamStruct, param_struct,
-};
+use crate::jit::declare::{ConstPtr, DeviceType, MutPtr, MutU32Ptr, ParamField, ParamStruct, param_struct};
 
 /// Arrays that the programs of a kernel may read together.
 pub const MAX_ARRAYS: usize = fa_core::program::MAX_ARRAYS;

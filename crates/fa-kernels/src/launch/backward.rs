@@ -10,8 +10,8 @@ use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{
-    ARRAY_SUM, ARRAY_SUM_THREADS, DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
-    PROCESS_THREADS, sums_dq,
+    ARRAY_SUM, ARRAY_SUM_THREADS, DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS,
+    POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS, sums_dq,
 };
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};

@@ -13,8 +13,8 @@ use crate::launch::args::{
 };
 use crate::launch::extras::{Extras, Guards, RawExtras};
 use crate::launch::launches::{Addresses, Launches};
-use crate::launch::raw_program::RawProgram;
 use crate::launch::module::LoadedKernel;
+use crate::launch::raw_program::RawProgram;
 use crate::launch::run::{check_buffers, check_element, enqueue};
 
 /// A kernel bound to a problem, ready to run: a [`Forward`] or a [`Backward`]. Cheap to make from a loaded

@@ -294,7 +294,8 @@ impl Launches {
     pub fn launch_at(&self, launch: &Launch, at: &Addresses) -> Launch {
         let Some(given) = at.extras.program else { return *launch };
         let tiles = |own: &ArrayGradient, axis: Axis| {
-            given.extent(own, &[axis]).div_ceil(if matches!(axis, Axis::Query | Axis::Key) { ARRAY_TILE } else { 1 })
+            let of_tile = if matches!(axis, Axis::Query | Axis::Key) { ARRAY_TILE } else { 1 };
+            given.extent(own, &[axis]).div_ceil(of_tile)
         };
         let grid = match (self.gradient_of(launch), self.stored(at)) {
             (Some(own), _) => own.axes.iter().map(|&axis| tiles(own, axis)).product(),
@@ -447,7 +448,8 @@ impl Launches {
         }
         let given = at.extras.program.unwrap_or_default();
         let stored = self.stored(at).map(|(_, stored, _)| stored);
-        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients(stored, self.scores));
+        let (program, gradients) =
+            (given.many_params(self.mask_offset), given.many_gradients(stored, self.scores));
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
                 Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })

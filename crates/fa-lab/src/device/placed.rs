@@ -5,8 +5,8 @@ use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
-    DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceOutput, DeviceProgram, DeviceTensor, ForwardCall,
-    Half, Placement, Stored, capture, fill_with_nan,
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceOutput, DeviceProgram, DeviceTensor,
+    ForwardCall, Half, Placement, Stored, capture, fill_with_nan,
 };
 use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};

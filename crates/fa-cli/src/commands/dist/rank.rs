@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_attn::device::{
-    BindOptions, Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceTensor, Gpu, Placement,
+    BindOptions, Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceTensor, Gpu,
+    Placement,
 };
 use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
