@@ -166,6 +166,25 @@ mod tests {
     }
 
     #[test]
+    fn an_array_of_16_bits_that_is_added_has_the_gradient_of_the_score() {
+        for (text, expected) in [
+            ("array t: bf16[_, _, _, _] grad; score = s + t[b, h, q, k];", Some("t")),
+            ("array g: f16[_] grad; array t: f16[_, _] grad; score = s + g[h] + t[q, k];", Some("t")),
+            ("array t: f32[_, _] grad; score = s + t[q, k];", None),
+            ("array t: bf16[_, _] grad; score = s - t[q, k];", None),
+            ("array t: bf16[_, _] grad; score = s + t[k, q];", None),
+            ("array t: bf16[_, _] grad; score = s + t[h, k];", None),
+            ("array t: bf16[_, _] grad; score = 2.0 * s + t[q, k];", None),
+            ("array t: bf16[_, _]; score = s + t[q, k];", None),
+        ] {
+            let program = of(text);
+            let array = program.added_array().map(|at| program.gradients()[at].array);
+            let name = array.map(|array| program.arrays()[array].name.as_str());
+            assert_eq!(name, expected, "{text}");
+        }
+    }
+
+    #[test]
     fn other_loads_become_arrays_of_what_their_indices_follow() {
         let cases: [(&str, &str, &[&[Var]]); 5] = [
             (
