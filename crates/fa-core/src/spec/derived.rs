@@ -208,7 +208,7 @@ impl KernelSpec {
     /// The array whose gradient the main kernel may store: that of the scores, which SM90 backwards have in
     /// shared memory in the type of Q.
     pub fn stored_gradient(&self) -> Option<StoredGradient> {
-        let Kernel::Sm90Bwd(kernel) = self.kernel else { return None };
+        let Kernel::Sm90Bwd(kernel) = &self.kernel else { return None };
         let program = self.score.program?;
         let index = program.added_array()?;
         let element = program.arrays()[program.gradients()[index].array].element;
