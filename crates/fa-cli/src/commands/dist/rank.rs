@@ -113,6 +113,7 @@ fn upload(
                 dv: nan(2)?,
                 dsinks: dsinks.transpose()?,
                 workspace: stream.alloc_zeros(16).map_err(allocating)?,
+                room: None,
             })
         }
     };
