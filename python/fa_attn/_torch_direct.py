@@ -35,6 +35,12 @@ def _replaced(texts):
     return made, described(text), {array["name"] for array in description_of(made["text"])["arrays"]}
 
 
+def replaced(texts):
+    """The arrays of a call's programs whose gradients torch adds up."""
+    found = _replaced(texts)
+    return set() if found is None else {load["array"] for load in found[0]["loads"]}
+
+
 class DirectGradients:
     """A call's programs with gathered arrays (`programs`), and rooms for the gradients that the backward
     writes (`gradients`)."""

@@ -16,6 +16,7 @@ from ._core import InputError, InputTypeError, UnsupportedError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
+from ._torch_direct import replaced
 from ._torch_dropout import BITS, with_bits
 from ._torch_memory import (
     FLOAT,
@@ -33,13 +34,15 @@ from ._torch_memory import (
     rows_of,
 )
 from ._torch_operators import one_by_one, refused_twice, within_func
-from ._torch_passes import run_backward, run_forward
+from ._torch_passes import has_kernels, run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
+from ._torch_wide import is_wide
 
 # The most arrays of a program, and the most scalars.
 _MOST, _MOST_SCALARS = 16, 8
 _SEPARATOR = "\x1e"
+_HALVES = (torch.float16, torch.bfloat16)
 _ARRAYS = [f"array_{at}" for at in range(_MOST)]
 _SCALARS = [f"scalar_{at}" for at in range(_MOST_SCALARS)]
 _PROGRAM = ", ".join(
@@ -143,11 +146,20 @@ def _(q, k, v, *arguments):
     return new_out(q, v, options), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
-def _room(arrays, wants, like):
-    """Where the gradients of arrays go, without elements for those that want none."""
-    shapes = [x.shape if wanted else (0,) for x, wanted in zip(arrays, wants)]
-    shapes += [(0,)] * (_MOST - len(shapes))
-    return [like.new_empty(shape, dtype=FLOAT) for shape in shapes]
+def _room(named, wants, texts, q, v, options):
+    """Where the gradients of arrays go, without elements for those that want none: of an array of 16 bits in
+    its type, where kernels write them, else in f32, as torch adds them up."""
+    has_own = has_kernels(q) and not is_wide(q, v, options)
+    summed = replaced(tuple(texts)) if has_own else ()
+
+    def dtype(name, x):
+        return x.dtype if has_own and name not in summed and x.dtype in _HALVES else FLOAT
+
+    rooms = [
+        q.new_empty(x.shape, dtype=dtype(name, x)) if wanted else q.new_empty((0,), dtype=FLOAT)
+        for (name, x), wanted in zip(named, wants)
+    ]
+    return rooms + [q.new_empty((0,), dtype=FLOAT) for _ in range(_MOST - len(rooms))]
 
 
 def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
@@ -156,9 +168,9 @@ def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
     q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
     grads = new_gradients(q, k, v, extras)
     programs = _programs(program, q, k, extras)
-    made = _room([x for _, x in programs[1]], wants, q)
-    own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
     options = options_of(arguments)[0]
+    made = _room(programs[1], wants, programs[0], q, v, options)
+    own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
     arrays = (dout, q, k, v, out, lse, grads)
     dsinks = run_backward(*arrays, options, extras, dlse, programs=programs, gradients=own)
     return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks, *made)
@@ -181,10 +193,11 @@ _backward_operator = torch.library.custom_op(
 
 @_backward_operator.register_fake
 def _(dout, q, k, v, out, lse, dlse, wants, *arguments):
-    program, extras, _ = _parted(arguments)
+    program, extras, options = _parted(arguments)
     dsinks = q.new_empty(q.shape[-2:-1] if extras.sinks is not None else (0,), dtype=FLOAT)
-    arrays = [x for x in program[:_MOST] if x is not None]
-    made = _room(arrays, wants, q)
+    texts, names, _ = program[_MOST + _MOST_SCALARS :]
+    named = list(zip(_names(names), program[:_MOST]))
+    made = _room(named, wants, texts.split(_SEPARATOR), q, v, options_of(options)[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, *made
 
 

@@ -22,7 +22,7 @@ pub(crate) struct CallProgram<'py> {
     pub program: Interned,
     arrays: Vec<View<'py>>,
     scalars: Vec<Value>,
-    /// Where the gradients of arrays go, packed in f32.
+    /// Where the gradients of arrays go, packed in f32 or in 16 bits.
     gradients: Vec<Option<View<'py>>>,
 }
 
@@ -105,7 +105,7 @@ impl<'py> CallProgram<'py> {
     /// Names the arrays to which gradients are written, by the names of those whose gradients they are.
     ///
     /// # Errors
-    /// Arrays that are not packed f32 of the shape, and names of arrays that the text marks with no `grad`.
+    /// Arrays that are not packed, of the shape and in f32 or the array's 16 bits, and names of arrays that the text marks with no `grad`.
     pub(crate) fn want(
         &mut self,
         gradients: Vec<(String, Bound<'py, PyAny>)>,
@@ -129,13 +129,19 @@ impl<'py> CallProgram<'py> {
                 let message = format!("the program has no array `{name}` with a gradient");
                 return Err(InputError::new_err(message));
             };
-            if view.dtype != dlpack::Type::F32
+            let array = &self.arrays[slot];
+            // Kernels write those of 16 bits in their type.
+            let is_narrow = view.place != Place::Cpu
+                && view.dtype == array.dtype
+                && matches!(view.dtype, dlpack::Type::F16 | dlpack::Type::Bf16);
+            if !(is_narrow || view.dtype == dlpack::Type::F32)
                 || !view.is_contiguous()
-                || view.shape() != self.arrays[slot].shape()
+                || view.shape() != array.shape()
             {
                 return Err(InputError::new_err(format!(
-                    "the gradient of `{name}` must be float32, contiguous and of the shape {:?}",
-                    self.arrays[slot].shape()
+                    "the gradient of `{name}` must be float32, on a GPU also of an f16 or bf16 array's type, \
+                     contiguous and of the shape {:?}",
+                    array.shape()
                 )));
             }
             self.gradients[slot] = Some(view);
@@ -213,6 +219,7 @@ impl<'py> CallProgram<'py> {
             let (strides, extents) = layout(decl.element, view);
             raw.arrays[slot] = RawArray { address: view.address(), strides, extents };
             raw.gradients[slot] = gradient.as_ref().map_or(0, View::address);
+            raw.is_narrow[slot] = gradient.as_ref().is_some_and(|view| view.dtype != dlpack::Type::F32);
         }
         for (to, value) in raw.scalars.iter_mut().zip(&self.scalars) {
             *to = match *value {

@@ -297,6 +297,12 @@ impl Device {
                 extras.dsinks = dsinks.map(|dsinks| floats("dsinks", dsinks, place)).transpose()?;
                 let (_scratch, workspace) =
                     scratch(backward.workspace_bytes().max(16), false, &stream, allocate)?;
+                let bytes = extras.program.as_ref().map_or(0, |program| backward.room_bytes(program));
+                // Where there is no memory for it, gradients are computed without.
+                let room = (bytes > 0).then(|| scratch(bytes, false, &stream, allocate).ok()).flatten();
+                if let (Some(program), Some((_, address))) = (&mut extras.program, &room) {
+                    program.room = *address;
+                }
                 let args = RawBackwardArgs {
                     q,
                     k,

@@ -170,8 +170,8 @@ fn backward<T: Half>(
     if let (Some(darrays), Some(own)) = (darrays, &forward.extras.program) {
         darrays.clear();
         for gradient in &own.gradients {
-            let found = gradient.as_ref().map(|gradient| stream.clone_dtoh(gradient)).transpose();
-            darrays.push(found.map_err(doing("copying from the GPU"))?.unwrap_or_default());
+            let found = gradient.as_ref().map(|gradient| gradient.read(stream)).transpose()?;
+            darrays.push(found.unwrap_or_default());
         }
     }
     gpu.synchronize()?;

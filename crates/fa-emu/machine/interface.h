@@ -71,6 +71,7 @@ void tma_load(void* dst, const void* map, void* bar, const int* coordinates, int
 void bulk_load(void* dst, const void* src, u32 bytes, void* bar);
 void bulk_add(float* dst, u32 src, u32 bytes);
 void bulk_store(void* dst, u32 src, u32 bytes);
+void tma_store(const void* map, u32 src, const int* coordinates, int rank);
 void bulk_commit();
 void bulk_wait(bool read_only);
 

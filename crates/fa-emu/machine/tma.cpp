@@ -135,6 +135,15 @@ void bulk_load(void* dst, const void* src, u32 bytes, void* bar) {
 
 namespace {
 
+// Gives the warp its places in the order of events, for its bulk groups.
+void name_bulk_slots(const std::string& of) {
+    Warp& warp = *current->warp;
+    if (warp.bulk_slot >= 0) return;
+    const std::string name = "the bulk " + of + " of warp " + std::to_string(warp.id);
+    warp.bulk_read_slot = new_slot(*current->cta->cluster, name);
+    warp.bulk_slot = new_slot(*current->cta->cluster, name);
+}
+
 // A bulk copy to device memory: it reads shared memory, and some time later writes or adds what it has read.
 void bulk_out(u8* dst, u32 src, u32 bytes, bool adds) {
     Thread& thread = *current;
@@ -144,12 +153,7 @@ void bulk_out(u8* dst, u32 src, u32 bytes, bool adds) {
     if (bytes % 16 || u64(dst) % 16) {
         fatal("misaligned", me() + ": a bulk " + (adds ? "reduction" : "store") + " takes multiples of 16 bytes");
     }
-    if (warp.bulk_slot < 0) {
-        const std::string of = adds ? "reduction" : "store";
-        const std::string name = "the bulk " + of + " of warp " + std::to_string(warp.id);
-        warp.bulk_read_slot = new_slot(*cta.cluster, name);
-        warp.bulk_slot = new_slot(*cta.cluster, name);
-    }
+    name_bulk_slots(adds ? "reduction" : "store");
     const u32 group = thread.bulk.start();
     thread.bulk_reads.start();
     if (machine->options.order) {
@@ -197,6 +201,78 @@ void bulk_add(float* dst, u32 src, u32 bytes) {
 void bulk_store(void* dst, u32 src, u32 bytes) {
     ENTER();
     bulk_out(static_cast<u8*>(dst), src, bytes, false);
+}
+
+void tma_store(const void* map_, u32 src, const int* coordinates, int rank) {
+    ENTER();
+    Thread& thread = *current;
+    Cta& cta = *thread.cta;
+    Warp& warp = *thread.warp;
+    const TensorMap& map = *static_cast<const TensorMap*>(map_);
+    if (int(map.rank) != rank)
+        fatal("tensor map",
+              me() + " stores " + std::to_string(rank) + " axes by a map of " + std::to_string(map.rank));
+    const u32 inner = map.box[0] * map.element;
+    u32 rows = 1;
+    for (int axis = 1; axis < rank; ++axis) rows *= map.box[axis];
+    const u8* const from = shared(src, rows * inner, 128);
+    const u32 first = src - kSharedBase, mask = map.swizzle / 16 - 1;
+    if (first % (8 * map.swizzle)) {
+        report("bad swizzle", me() + " stores a box from shared memory +" + std::to_string(first) +
+                                  ", where no swizzle of " + std::to_string(map.swizzle) + " bytes begins");
+    }
+    name_bulk_slots("store");
+    const u32 group = thread.bulk.start();
+    thread.bulk_reads.start();
+    if (machine->options.order) {
+        cta.shadow.access(
+            cta, first, rows * inner, false,
+            {Slot(warp.bulk_read_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
+    }
+    const Author copy{Slot(warp.bulk_slot), group};
+    struct Part {
+        u8* to;
+        u32 offset, bytes;  // in the box
+    };
+    std::vector<Part> parts;
+    for (u32 row = 0; row < rows; ++row) {
+        bool inside = true;
+        u64 to = map.address;
+        u32 rest = row;
+        for (int axis = 1; axis < rank; ++axis) {
+            const long long index = coordinates[axis] + (long long)(rest % map.box[axis]);
+            rest /= map.box[axis];
+            inside = inside && index >= 0 && u64(index) < map.dims[axis];
+            to += u64(index) * map.strides[axis];
+        }
+        const long long start = (long long)coordinates[0] * map.element;
+        const long long left = (long long)map.dims[0] * map.element - start;
+        if (start < 0) fatal("tensor map", me() + " stores columns before the first");
+        if (!inside || left <= 0) continue;
+        to += u64(start);
+        const u32 bytes = u32(std::min<long long>(left, inner));
+        machine->global.access(to, bytes, Use::Write, "stores a row by TMA to", &copy);
+        for (u32 column = 0; column < bytes; column += 16) {
+            u32 at = kSharedBase + first + row * inner + column;
+            at ^= (at >> 7 & mask) << 4;
+            parts.push_back({reinterpret_cast<u8*>(to + column), at - src, std::min(bytes - column, 16u)});
+        }
+    }
+    const bool traced = int(cta.index) == machine->options.trace_cta;
+    const u64 issued = machine->step;
+    Stack stack = traced ? stack_here() : Stack{};
+    add_agent(cta, 20, [=, &thread, &cta, parts = std::move(parts), stack = std::move(stack)] {
+        std::vector<u8> values(from, from + rows * inner);
+        auto write = [=, &thread, values = std::move(values)] {
+            for (const Part& part : parts) memcpy(part.to, values.data() + part.offset, part.bytes);
+            if (traced) machine->trace.add({"TMA", "TMA store", issued, machine->step, stack});
+            thread.bulk.finish(group);
+            if (thread.waits_on == &thread.bulk) wake(thread);
+        };
+        add_agent(cta, 20, std::move(write), true);
+        thread.bulk_reads.finish(group);
+        if (thread.waits_on == &thread.bulk_reads) wake(thread);
+    });
 }
 
 void bulk_commit() {

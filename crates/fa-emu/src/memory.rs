@@ -2,10 +2,11 @@
 //! machine.
 #![allow(unsafe_code)]
 
-use fa_core::{Extra, Extras, Pass, Problem, Strides};
+use fa_core::{Dtype, Extra, Extras, Pass, Problem, Strides};
 use fa_cpu::OwnedExtras;
 use fa_kernels::launch::{Addresses, Launches, Part, RawArray, RawProgram, Shape, Workspace};
 use fa_kernels::{RawExtras, RawTensor};
+use half::{bf16, f16};
 
 use crate::call::{Call, Given};
 use crate::error::Error;
@@ -25,12 +26,17 @@ pub(crate) struct DeviceMemory<'a> {
     dsinks: Option<Memory<'a>>,
     arrays: Vec<Memory<'a>>,
     /// Gradients of arrays, of a backward.
-    darrays: Vec<Option<Memory<'a>>>,
+    darrays: Vec<Option<Gradient<'a>>>,
+    /// Where scores' gradients go that are summed.
+    room: Option<Memory<'a>>,
     program: Option<RawProgram>,
     page_faults: Option<Memory<'a>>,
     /// Rows that belong to no sequence: address and bytes.
     foreign: Vec<(u64, u64)>,
 }
+
+/// The gradient of an array: its elements, and their type where it is of 16 bits.
+type Gradient<'a> = (Memory<'a>, usize, Option<Dtype>);
 
 impl<'a> DeviceMemory<'a> {
     pub(crate) fn new(
@@ -78,10 +84,18 @@ impl<'a> DeviceMemory<'a> {
             for (slot, decl) in own.arrays().iter().enumerate() {
                 let extents = &raw.arrays[slot].extents[..decl.rank];
                 let len: usize = extents.iter().map(|&extent| extent as usize).product();
-                let room = decl.gradient.then(|| Memory::new(machine, "darray", 4 * len)).transpose()?;
+                let narrow = decl.element.narrow();
+                let bytes = (len * narrow.map_or(4, Dtype::bytes)).next_multiple_of(4);
+                let room = decl.gradient.then(|| Memory::new(machine, "darray", bytes)).transpose()?;
+                raw.is_narrow[slot] = narrow.is_some();
                 raw.gradients[slot] = room.as_ref().map_or(0, Memory::address);
-                darrays.push(room);
+                darrays.push(room.map(|room| (room, len, narrow)));
             }
+        }
+        let bytes = program.as_ref().map_or(0, |raw| launches.room_bytes(raw));
+        let room = (bytes > 0).then(|| Memory::new(machine, "room", bytes)).transpose()?;
+        if let (Some(raw), Some(room)) = (&mut program, &room) {
+            raw.room = room.address();
         }
         let has_pages = problem.lengths.page().is_some();
         let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
@@ -102,6 +116,7 @@ impl<'a> DeviceMemory<'a> {
             dsinks,
             arrays,
             darrays,
+            room,
             program,
             page_faults,
             foreign,
@@ -144,9 +159,12 @@ impl<'a> DeviceMemory<'a> {
             let bytes = memory.bytes().len() as u64;
             session.region(&format!("array {slot}"), memory.address(), bytes, around, Access::Input);
         }
-        for memory in self.darrays.iter().flatten() {
+        for (memory, ..) in self.darrays.iter().flatten() {
             let bytes = memory.bytes().len() as u64;
             session.region("darray", memory.address(), bytes, around, Access::Unwritten);
+        }
+        if let Some(memory) = &self.room {
+            session.region("room", memory.address(), memory.bytes().len() as u64, around, Access::Unwritten);
         }
         if let Some(memory) = &self.page_faults {
             session.region("page_faults", memory.address(), 4, around, Access::Written);
@@ -176,6 +194,14 @@ impl<'a> DeviceMemory<'a> {
         // SAFETY: the part lies within the workspace, which nothing else accesses between launches.
         unsafe { std::ptr::write_bytes(begin as *mut u8, 0, part.bytes) };
         session.region("workspace, cleared", begin, part.bytes as u64, (0, 0), Access::Written);
+    }
+
+    /// Sets a gradient to zero, which is given by its address and bytes.
+    pub(crate) fn clear_gradient(&self, session: &Session, cleared: Option<(u64, usize)>) {
+        let Some((begin, bytes)) = cleared else { return };
+        // SAFETY: the bytes are a gradient's, which nothing else accesses between launches.
+        unsafe { std::ptr::write_bytes(begin as *mut u8, 0, bytes) };
+        session.region("darray, cleared", begin, bytes as u64, (0, 0), Access::Written);
     }
 
     /// Nonzero words left in the part of the workspace that a call finds zero and must leave zero.
@@ -230,7 +256,17 @@ impl<'a> DeviceMemory<'a> {
 
     /// Gradients of the program's arrays; empty where none is computed.
     pub(crate) fn darrays(&self) -> Vec<Vec<f32>> {
-        self.darrays.iter().map(|memory| memory.as_ref().map_or_else(Vec::new, floats)).collect()
+        let values = |(memory, len, narrow): &Gradient<'_>| match narrow {
+            None => floats(memory),
+            Some(dtype) => {
+                let decode = |bytes: &[u8]| match dtype {
+                    Dtype::F16 => f16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
+                    _ => bf16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
+                };
+                memory.bytes().chunks_exact(2).take(*len).map(decode).collect()
+            }
+        };
+        self.darrays.iter().map(|own| own.as_ref().map_or_else(Vec::new, values)).collect()
     }
 
     /// Gradients of the sinks; none where there are no sinks.

@@ -83,7 +83,9 @@ impl Unit {
         for step in launches.steps.iter().filter(|step| launches.takes(step, &addresses)) {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
+                Step::ClearGradient => memory.clear_gradient(&session, launches.cleared(&addresses)),
                 Step::Plan(launch) | Step::Launch(launch) => {
+                    let launch = &launches.launch_at(launch, &addresses);
                     let ahead = self.spec.score.program.and_then(|program| program.ahead());
                     let mut arguments: Vec<*const c_void> = vec![params.raw().cast_const()];
                     if launch.takes_maps {

@@ -96,6 +96,10 @@ fn describe(launches: &Launches, line: &mut String) {
                 write!(line, " clear:{}+{}", part.offset, part.bytes).expect("written");
                 continue;
             }
+            Step::ClearGradient => {
+                line.push_str(" clear:gradient");
+                continue;
+            }
             Step::Plan(launch) => ("plan:", launch),
             Step::Launch(launch) => ("", launch),
         };

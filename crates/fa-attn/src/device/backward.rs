@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use fa_core::{Strides, TensorLayout};
+use fa_core::{Pass, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs};
 
@@ -26,6 +26,8 @@ pub struct DeviceBackward<T> {
     pub dsinks: Option<CudaSlice<f32>>,
     /// The kernel's workspace.
     pub workspace: CudaSlice<u8>,
+    /// Where the gradients of scores go whose sums are an array's ([`Backward::room_bytes`]).
+    pub room: Option<CudaSlice<u8>>,
 }
 
 /// What a backward wrote.
@@ -68,9 +70,24 @@ impl<T: Half> DeviceBackward<T> {
         let problem = backward.problem();
         let dsinks = problem.score.sinks.then(|| stream.alloc_zeros(problem.heads_q));
         let dsinks = dsinks.transpose().map_err(doing("allocating device memory"))?;
-        let mut made = DeviceBackward { dout, dq, dk, dv, dsinks, workspace };
-        fill_with_nan(stream, &mut made.workspace)?;
+        let program = forward.extras.program.as_ref().map(|program| program.raw(Pass::BACKWARD));
+        // Gradients in f32 are summed without terms of 16 bits.
+        let program = program.filter(|program| program.is_narrow.contains(&true));
+        let bytes = program.map_or(0, |program| backward.room_bytes(&program));
+        let room = (bytes > 0).then(|| stream.alloc_zeros(bytes)).transpose();
+        let room = room.map_err(doing("allocating device memory"))?;
+        let mut made = DeviceBackward { dout, dq, dk, dv, dsinks, workspace, room };
+        made.poison_memory(stream)?;
         Ok(made)
+    }
+
+    fn poison_memory(&mut self, stream: &CudaStream) -> Result<(), Error> {
+        self.room.iter_mut().try_for_each(|room| fill_with_nan(stream, room))?;
+        fill_with_nan(stream, &mut self.workspace)
+    }
+
+    fn room_address(&self, stream: &CudaStream) -> u64 {
+        self.room.as_ref().map_or(0, |room| room.device_ptr(stream).0)
     }
 
     /// Grows the workspace to what another kernel needs.
@@ -91,7 +108,7 @@ impl<T: Half> DeviceBackward<T> {
     /// [`Error::Driver`].
     pub fn poison(&mut self, stream: &CudaStream) -> Result<(), Error> {
         [&mut self.dq, &mut self.dk, &mut self.dv].into_iter().try_for_each(|to| to.poison(stream))?;
-        fill_with_nan(stream, &mut self.workspace)
+        self.poison_memory(stream)
     }
 
     /// Launches `backward` on what `forward` holds: allocates nothing, waits for nothing.
@@ -105,6 +122,11 @@ impl<T: Half> DeviceBackward<T> {
         stream: &CudaStream,
     ) -> Result<(), Error> {
         forward.extras.check_rows(backward.problem())?;
+        let address = self.room_address(stream);
+        let mut extras = forward.extras.backward_args(&mut self.dsinks);
+        if let Some(program) = &mut extras.program {
+            program.room = address;
+        }
         let args = BackwardArgs {
             q: forward.q.input(),
             k: forward.k.input(),
@@ -116,7 +138,7 @@ impl<T: Half> DeviceBackward<T> {
             dk: self.dk.output(),
             dv: self.dv.output(),
             workspace: &mut self.workspace,
-            extras: forward.extras.backward_args(&mut self.dsinks),
+            extras,
         };
         // SAFETY: starts were checked when they were copied to the GPU, and against the problem now.
         unsafe { backward.run(stream, args) }
@@ -124,6 +146,7 @@ impl<T: Half> DeviceBackward<T> {
 
     /// The addresses.
     pub fn raw(&mut self, forward: &DeviceForward<T>, stream: &CudaStream) -> RawBackwardArgs {
+        let address = self.room_address(stream);
         RawBackwardArgs {
             q: forward.q.raw(stream),
             k: forward.k.raw(stream),
@@ -137,7 +160,11 @@ impl<T: Half> DeviceBackward<T> {
             workspace: self.workspace.device_ptr_mut(stream).0,
             extras: {
                 let dsinks = self.dsinks.as_mut().map(|dsinks| dsinks.device_ptr_mut(stream).0);
-                forward.extras.backward_raw(dsinks, stream)
+                let mut extras = forward.extras.backward_raw(dsinks, stream);
+                if let Some(program) = &mut extras.program {
+                    program.room = address;
+                }
+                extras
             },
         }
     }

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 
 use fa_core::lengths::SideRows;
-use fa_core::program::{Inputs, Program};
-use fa_core::{Extra, Pass, Problem};
+use fa_core::program::{Element, Inputs, Program};
+use fa_core::{Dtype, Extra, Pass, Problem};
 use fa_cpu::{Arguments, Extras};
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use fa_kernels::launch::{RawArray, RawProgram};
 use fa_kernels::{Backward, Error, Forward, RawExtras};
+use half::{bf16, f16};
 
 use super::tensor::doing;
 
@@ -42,13 +43,50 @@ pub struct AppendLengths<'a> {
     pub seqused_k: Option<&'a mut CudaSlice<i32>>,
 }
 
+/// The gradient of an array in device memory.
+#[derive(Debug)]
+pub enum DeviceGradient {
+    /// In f32.
+    F32(CudaSlice<f32>),
+    /// In 16 bits of f16, which these are.
+    F16(CudaSlice<u16>),
+    /// In 16 bits of bf16, which these are.
+    Bf16(CudaSlice<u16>),
+}
+
+impl DeviceGradient {
+    fn address(&self) -> u64 {
+        match self {
+            DeviceGradient::F32(own) => own.device_ptr(own.stream()).0,
+            DeviceGradient::F16(own) | DeviceGradient::Bf16(own) => own.device_ptr(own.stream()).0,
+        }
+    }
+
+    /// Copies it to the host.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn read(&self, stream: &Arc<CudaStream>) -> Result<Vec<f32>, Error> {
+        let read = doing("copying from the GPU");
+        let narrow = |own, value: fn(u16) -> f32| -> Result<Vec<f32>, Error> {
+            let bits: Vec<u16> = stream.clone_dtoh(own).map_err(&read)?;
+            Ok(bits.into_iter().map(value).collect())
+        };
+        match self {
+            DeviceGradient::F32(own) => stream.clone_dtoh(own).map_err(&read),
+            DeviceGradient::F16(own) => narrow(own, |bits| f16::from_bits(bits).to_f32()),
+            DeviceGradient::Bf16(own) => narrow(own, |bits| bf16::from_bits(bits).to_f32()),
+        }
+    }
+}
+
 /// Arrays and scalars of a program: the arrays in device memory, where a captured graph reads them.
 #[derive(Debug)]
 pub struct DeviceProgram {
     /// The elements, in the order of the program's declarations.
     pub arrays: Vec<CudaSlice<u8>>,
     /// Their gradients, each packed, of those that a backward is to compute.
-    pub gradients: Vec<Option<CudaSlice<f32>>>,
+    pub gradients: Vec<Option<DeviceGradient>>,
     /// Strides, extents and scalars; the addresses are those of `arrays`.
     layout: RawProgram,
 }
@@ -68,16 +106,45 @@ impl DeviceProgram {
         Ok(DeviceProgram { arrays, gradients: Vec::new(), layout })
     }
 
-    /// Makes room for the gradients of the arrays that want one; backwards write them from now on.
+    /// Makes room in f32 for the gradients of the arrays that want one; backwards write them from now on.
     ///
     /// # Errors
     /// [`Error::Driver`].
     pub fn want_gradients(&mut self, stream: &Arc<CudaStream>, program: &Program) -> Result<(), Error> {
+        self.make_room(stream, program, |_| None)
+    }
+
+    /// The same with those of arrays of 16 bits in their type.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn want_narrow_gradients(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        program: &Program,
+    ) -> Result<(), Error> {
+        self.make_room(stream, program, Element::narrow)
+    }
+
+    fn make_room(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        program: &Program,
+        narrow: impl Fn(Element) -> Option<Dtype>,
+    ) -> Result<(), Error> {
         self.gradients.clear();
-        for (decl, array) in program.arrays().iter().zip(&self.layout.arrays) {
+        for (slot, (decl, array)) in program.arrays().iter().zip(&self.layout.arrays).enumerate() {
             let len =
                 array.extents[..decl.rank].iter().map(|&extent| extent.max(0) as usize).product::<usize>();
-            let room = decl.gradient.then(|| stream.alloc_zeros(len.max(1))).transpose();
+            let len = len.max(1);
+            let narrow = narrow(decl.element);
+            self.layout.is_narrow[slot] = narrow.is_some();
+            let make = || match narrow {
+                Some(Dtype::F16) => Ok(DeviceGradient::F16(stream.alloc_zeros(len)?)),
+                Some(_) => Ok(DeviceGradient::Bf16(stream.alloc_zeros(len)?)),
+                None => Ok(DeviceGradient::F32(stream.alloc_zeros(len)?)),
+            };
+            let room = decl.gradient.then(make).transpose();
             self.gradients.push(room.map_err(doing("allocating device memory"))?);
         }
         Ok(())
@@ -101,7 +168,7 @@ impl DeviceProgram {
         let mut raw = self.layout;
         let wanted = self.gradients.iter().filter(|_| pass.is_backward());
         for (to, gradient) in raw.gradients.iter_mut().zip(wanted) {
-            *to = gradient.as_ref().map_or(0, |own| own.device_ptr(own.stream()).0);
+            *to = gradient.as_ref().map_or(0, DeviceGradient::address);
         }
         for (to, array) in raw.arrays.iter_mut().zip(&self.arrays) {
             to.address = array.device_ptr(array.stream()).0;

@@ -134,6 +134,7 @@ impl<T: Half> Tensors<T> {
                     .transpose()
                     .map_err(&made)?,
                 workspace: empty()?,
+                room: None,
             }),
         };
         Ok(Tensors { forward, backward })

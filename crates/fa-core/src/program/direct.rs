@@ -1,10 +1,11 @@
 //! Gradients of arrays that a kernel sums where it computes the scores, and programs that have no others.
 
+use super::affine::ScoreClass;
 use super::error::{ProgramError, ProgramProblem, limit};
 use super::forms::Axis;
 use super::graph::Graph;
 use super::limits::MAX_ARRAYS;
-use super::node::{Node, NodeId};
+use super::node::{Const, Node, NodeId};
 use super::types::{ArrayDecl, Deps, Element, Var};
 use super::whole::{Program, copied_but};
 
@@ -42,6 +43,23 @@ impl Program {
                     && count(Axis::Head) + count(Axis::HeadKv) <= 1
             }
         }
+    }
+
+    /// The array of 16 bits whose gradient is that of the score, by its place in [`Program::gradients`]: it is
+    /// added to the score as it is, with an element for each query and key, those of keys side by side.
+    pub fn added_array(&self) -> Option<usize> {
+        if !matches!(self.class(), Some(ScoreClass::Additive { .. })) {
+            return None;
+        }
+        self.gradients().iter().position(|gradient| {
+            let axes = self.axes(gradient.load);
+            let element = self.arrays()[gradient.array].element;
+            matches!(element, Element::F16 | Element::Bf16)
+                && self.nodes()[gradient.slope.index()] == Node::Const(Const::F32(1f32.to_bits()))
+                && self.is_direct(gradient.array)
+                && axes.contains(&Axis::Query)
+                && axes.last() == Some(&Axis::Key)
+        })
     }
 
     /// The program in which arrays of their own stand for the loads of arrays whose gradients are not direct,
@@ -144,6 +162,25 @@ mod tests {
             "array t: f32[_]; score = s + t[q - k] + t[k - q];",
         ] {
             assert_eq!(of(text).with_direct_gradients().unwrap(), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_array_of_16_bits_that_is_added_has_the_gradient_of_the_score() {
+        for (text, expected) in [
+            ("array t: bf16[_, _, _, _] grad; score = s + t[b, h, q, k];", Some("t")),
+            ("array g: f16[_] grad; array t: f16[_, _] grad; score = s + g[h] + t[q, k];", Some("t")),
+            ("array t: f32[_, _] grad; score = s + t[q, k];", None),
+            ("array t: bf16[_, _] grad; score = s - t[q, k];", None),
+            ("array t: bf16[_, _] grad; score = s + t[k, q];", None),
+            ("array t: bf16[_, _] grad; score = s + t[h, k];", None),
+            ("array t: bf16[_, _] grad; score = 2.0 * s + t[q, k];", None),
+            ("array t: bf16[_, _]; score = s + t[q, k];", None),
+        ] {
+            let program = of(text);
+            let array = program.added_array().map(|at| program.gradients()[at].array);
+            let name = array.map(|array| program.arrays()[array].name.as_str());
+            assert_eq!(name, expected, "{text}");
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::Dtype;
+
 /// The type of an expression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type {
@@ -73,6 +75,15 @@ impl Element {
             Element::F32 | Element::F16 | Element::Bf16 => Type::F32,
             Element::I32 | Element::U8 => Type::I32,
             Element::Bool | Element::Bits => Type::Bool,
+        }
+    }
+
+    /// The type of 16 bits that it is; `None` for any other.
+    pub const fn narrow(self) -> Option<Dtype> {
+        match self {
+            Element::F16 => Some(Dtype::F16),
+            Element::Bf16 => Some(Dtype::Bf16),
+            Element::F32 | Element::I32 | Element::U8 | Element::Bool | Element::Bits => None,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Properties that follow from a spec's parameters, decide how its kernel computes, and have to be known on
 //! the host as well. Planner and launch ask here; CUDA's config lists them after the parameters.
 
-use super::pages::operand_columns;
+use super::pages::{operand_columns, panel};
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
 use super::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd};
@@ -21,6 +21,15 @@ pub struct BackwardTraits {
     pub dq_semaphores: usize,
     /// dQ has no accumulators: a tile has all keys of its sequence.
     pub whole_keys: bool,
+}
+
+/// The gradient of an array that a main kernel may store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredGradient {
+    /// Its place in the program's gradients.
+    pub index: usize,
+    /// Keys of a panel of the tile that is stored.
+    pub panel: u32,
 }
 
 /// Codes that an SM has room for in flight, but for the limits on their stages; of 8 bits as many bytes.
@@ -194,6 +203,21 @@ impl KernelSpec {
     /// The derived properties of a backward; `None` for a forward.
     pub fn backward(&self) -> Option<BackwardTraits> {
         each_kernel!(&self.kernel, kernel => kernel.backward(self))
+    }
+
+    /// The array whose gradient the main kernel may store: that of the scores, which SM90 backwards have in
+    /// shared memory in the type of Q.
+    pub fn stored_gradient(&self) -> Option<StoredGradient> {
+        let Kernel::Sm90Bwd(kernel) = &self.kernel else { return None };
+        let program = self.score.program?;
+        let index = program.added_array()?;
+        let element = program.arrays()[program.gradients()[index].array].element;
+        // A transposed dK divides the keys, whose panels belong to one warpgroup.
+        let atoms = if kernel.dkv_swap_ab { kernel.atom_layout_n_dkv } else { 1 };
+        let share = kernel.tile_n / atoms.max(1);
+        let panel = panel(kernel.tile_n).min(panel(share));
+        (element.narrow() == Some(self.types.q) && share.is_multiple_of(16))
+            .then_some(StoredGradient { index, panel })
     }
 
     /// Whether CTAs list their work themselves where a call brings no plan and tiles are few: those of SM90

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Arch, Dtype, Family, Pass, ScoreKind, Types};
 
-pub use derived::BackwardTraits;
+pub use derived::{BackwardTraits, StoredGradient};
 pub use error::{Mismatch, SpecError, Unserved};
 pub use pages::{boxes_need, byte_panel, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};

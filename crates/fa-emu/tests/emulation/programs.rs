@@ -203,6 +203,79 @@ fn programs_are_right_in_sm90_backwards() {
     check(&[5, 6], 2);
 }
 
+/// A bias of its own for each sequence and head is the gradient of the scores, which the main kernel stores; of
+/// one that sequences or heads share, and where rows are not whole multiples of 16 bytes, these are summed. -inf
+/// hides, and NaN where the mask hides has no influence.
+#[test]
+#[ignore = "emulation"]
+fn gradients_of_biases_are_stored_or_summed() {
+    let bias = "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];";
+    let grouped = "array bias: bf16[_, _, _] grad; score = s + bias[hk, q, k];";
+    let masked =
+        "array bias: bf16[_, _, _, _] grad; mask = q // 64 == k // 64 + 1; score = s + bias[h, b, q, k];";
+    let persistent = KERNELS[6];
+    for (kernel, mask, program, (queries, keys), heads, shared, entry) in [
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[2], "causal", bias, (150, 136), (2, 1), [false, false, false], "fa_kernel"),
+        (BIASED[2], "window", masked, (150, 200), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [true, false, false], "fa_array_sum"),
+        (BIASED[2], "causal", bias, (90, 139), (4, 2), [true, true, false], "fa_array_sum"),
+        (BIASED[2], "causal", bias, (90, 139), (2, 2), [false, false, false], "fa_array_sum"),
+        (BIASED[2], "full", grouped, (70, 144), (4, 2), [true, false, false], "fa_array_sum"),
+        (persistent, "causal", bias, (200, 144), (2, 2), [false, false, false], "fa_kernel"),
+        (BIASED[1], "full", bias, (90, 144), (2, 2), [true, false, false], "fa_array_sum"),
+        (BIASED[1], "causal", bias, (90, 144), (2, 2), [false, false, false], "fa_kernel"),
+        // A row of the bias for all queries.
+        (BIASED[2], "full", bias, (90, 144), (2, 2), [false, false, true], "fa_array_gradient_0"),
+    ] {
+        let spec = spec(kernel, mask, program);
+        let unit = emulator().unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let mut problem = sweep::cases(&spec)[0].problem.with_heads(heads.0, heads.1);
+        // Of more than eight sums a thread has eight under way.
+        let batch = if program == bias && shared[0] && keys == 144 { 9 } else { 2 };
+        problem.lengths = Lengths::uniform(batch, queries, keys);
+        let Case { placement, extras, .. } = Case::of(&problem, Placement::PACKED);
+        let mut inputs = OwnedInputs::drawn(&problem, 1).unwrap();
+        let (own, axes) = (&mut inputs.arrays[0], if program == grouped { 3 } else { 4 });
+        let mut extents = [batch, heads.0, queries, keys].map(|len| len as i32);
+        if program == masked {
+            extents.swap(0, 1);
+        }
+        if program == grouped {
+            extents = [heads.1 as i32, queries as i32, keys as i32, 1];
+        } else {
+            for axis in (0..3).filter(|&axis| shared[axis]) {
+                extents[axis] = 1;
+            }
+        }
+        let mut strides = [0i64; 4];
+        let mut len = 1;
+        for axis in (0..axes).rev() {
+            strides[axis] = len;
+            len *= i64::from(extents[axis]);
+        }
+        let element = |i: i64| {
+            let (query, key) = (i / keys as i64 % queries as i64, i % keys as i64);
+            let is_hidden = mask == "causal" && key > query + keys as i64 - queries as i64;
+            match (is_hidden, i % 11) {
+                (true, _) => 0x7fc0,
+                (false, 5) => 0xff80,
+                (false, _) => 0x3f80 | (i.wrapping_mul(40503) >> 9 & 0x807f) as u16,
+            }
+        };
+        *own = OwnedArray { data: OwnedData::Bf16((0..len).map(element).collect()), strides, extents };
+        let trial = Trial::with_inputs(&problem, spec.kernel.pass(), placement, &extras, Some(inputs));
+        let proof = trial.run(&unit, &Options::seed(2)).unwrap();
+        let faults = proof.faults().join("\n");
+        let case = format!("{spec}, {program}, {queries} x {keys}, shared {shared:?}");
+        assert!(proof.passed(), "{case}:\n{faults}");
+        assert!(proof.values.iter().any(|(name, _)| *name == "darray"), "{case}");
+        let launched = proof.outcome.launches.iter().any(|launch| launch.entry.starts_with("fa_array"));
+        let found = proof.outcome.launches.iter().any(|launch| launch.entry == entry);
+        assert!(found && launched == (entry != "fa_kernel"), "{case}: {:?}", proof.outcome.launches);
+    }
+}
+
 #[test]
 #[ignore = "emulation"]
 fn programs_are_right_in_sm80_backwards() {

@@ -23,9 +23,13 @@
 
 namespace fa {
 
-// An array's slot among the program's, and its axes by what indexes them; -1 for none.
+enum class ArrayElement { F32, F16, Bf16 };
+
+// An array's slot among the program's, the type of its elements, and its axes by what indexes them; -1 for
+// none.
 struct ArrayRules {
     int slot;
+    ArrayElement element;
     int batch, head, kv_head, query, key;
 };
 
@@ -85,8 +89,9 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
     using Cut = sm80::WarpCut<kArrayTile, kArrayTile, kArrayThreads / 32, 4>;
     const ProgramParams& programs = programs_of(params);
     const ProgramArray& array = programs.arrays[R.slot];
-    float* const to = gradients_of(params).to[R.slot];
+    void* const to = gradients_of(params).to[R.slot];
     if (to == nullptr) return;
+    const bool is_narrow = (gradients_of(params).narrow >> R.slot & 1) != 0;
     Smem& smem = shared_memory<Smem>();
     const ShapeParams& shape = params.shape;
 
@@ -191,22 +196,27 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                                                       {head, head},
                                                       {query, query + 8},
                                                       first_key + own_column};
-                        place.template for_each<Cut::kRegisters>(
-                            programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                const int r = (i >> 1) & 1,
-                                          key = first_key + own_column + 8 * (i / 4) + i % 2;
-                                const float product = s[f][i] * params.score.scale;
-                                bool sees = key >= begin[r] && key < end[r];
-                                if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
-                                const float exponent =
-                                    multiply_towards_zero(mods.score(product, row, column), kLog2e);
-                                const float p = sees ? probability(exponent, lse[r]) : 0.f;
-                                float of_p = dp[f][i];
-                                if constexpr (weighs()) of_p *= mods.weight(row, column);
-                                const float ds =
-                                    p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
-                                sums[f][i] += p == 0.f ? 0.f : ds;
-                            });
+                        // What is added to the scores is read side by side, as the main kernel does.
+                        constexpr bool kIsAdded = kScoreProgram && !kScoreSlope;
+                        if constexpr (kIsAdded) to_exponents(s[f], params, params.score, place);
+                        place.template for_each<Cut::kRegisters>(programs, [&](int i, const auto& mods,
+                                                                               const auto& row,
+                                                                               const auto& column) {
+                            const int r = (i >> 1) & 1, key = first_key + own_column + 8 * (i / 4) + i % 2;
+                            // An added array's slope depends on no score.
+                            const float product = kIsAdded ? 0.f : s[f][i] * params.score.scale;
+                            bool sees = key >= begin[r] && key < end[r];
+                            if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);
+                            float exponent = s[f][i];
+                            if constexpr (!kIsAdded) {
+                                exponent = multiply_towards_zero(mods.score(product, row, column), kLog2e);
+                            }
+                            const float p = sees ? probability(exponent, lse[r]) : 0.f;
+                            float of_p = dp[f][i];
+                            if constexpr (weighs()) of_p *= mods.weight(row, column);
+                            const float ds = p * (of_p - dpsum[r]) * Slope::of(mods, product, row, column);
+                            sums[f][i] += p == 0.f ? 0.f : ds;
+                        });
                     }
                     cta_sync();
                 }
@@ -229,6 +239,16 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
         }
         return at;
     };
+    auto store = [&](i64 at, float value) {
+        if constexpr (R.element != ArrayElement::F32) {
+            if (is_narrow) {
+                constexpr Dtype kDtype = R.element == ArrayElement::F16 ? Dtype::F16 : Dtype::Bf16;
+                static_cast<u16*>(to)[at] = static_cast<u16>(pack<kDtype>(value, 0.f));
+                return;
+            }
+        }
+        static_cast<float*>(to)[at] = value;
+    };
     const int first_query = m_index * kArrayTile, first_key = n_index * kArrayTile;
     const bool is_summed = !by_query || !by_key;
 #pragma unroll
@@ -240,7 +260,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                 smem.sums[row][column] = sums[f][i];
             } else if (first_query + row < array.extents[R.query < 0 ? 0 : R.query] &&
                        first_key + column < array.extents[R.key < 0 ? 0 : R.key]) {
-                to[place(first_query + row, first_key + column)] = sums[f][i];
+                store(place(first_query + row, first_key + column), sums[f][i]);
             }
         }
     }
@@ -252,12 +272,12 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
         if (thread >= kArrayTile) return;
         for (int i = 0; i < kArrayTile; ++i) sum += by_query ? smem.sums[thread][i] : smem.sums[i][thread];
         const int query = first_query + thread, key = first_key + thread;
-        if (by_query ? query < extent(R.query) : key < extent(R.key)) to[place(query, key)] = sum;
+        if (by_query ? query < extent(R.query) : key < extent(R.key)) store(place(query, key), sum);
         return;
     }
     if (thread > 0) return;
     for (int i = 0; i < kArrayTile * kArrayTile; ++i) sum += smem.sums[i / kArrayTile][i % kArrayTile];
-    to[place(0, 0)] = sum;
+    store(place(0, 0), sum);
 }
 
 }  // namespace fa

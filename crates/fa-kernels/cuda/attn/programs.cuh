@@ -78,6 +78,15 @@ constexpr AheadForm ahead_form() {
     return AheadForm::None;
 }
 
+// Whether the backward stores dS, which is the gradient of an array that is added to the scores.
+constexpr bool stores_scores_gradient() {
+#ifdef FA_STORES_GRADIENT
+    return true;
+#else
+    return false;
+#endif
+}
+
 // A launch's parameters, with those of its program behind them.
 template <class Params>
 struct WithPrograms : Params {

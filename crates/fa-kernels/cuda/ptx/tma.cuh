@@ -1,4 +1,4 @@
-// Tensor loads by TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor").
+// Tensor loads and stores by TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor").
 #pragma once
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -39,6 +39,18 @@ __device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %8, %7;" ::"r"(smem_address(dst)),
         "l"(&map), "r"(smem_address(&bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(static_cast<u64>(policy)),
         "h"(ctas)
+        : "memory");
+}
+
+// Stores the box at coordinates (c0, c1, c2, c3) from shared memory at `src`, as far as it lies in the
+// tensor, as a part of the thread's bulk group. Earlier writes to that shared memory need
+// fence_async_shared().
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, u32 src, int c0, int c1, int c2, int c3,
+                                             L2Policy policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
+        "%6;" ::"l"(&map),
+        "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(static_cast<u64>(policy))
         : "memory");
 }
 

@@ -30,10 +30,11 @@ namespace fa {
 template <Sm90BwdConfig C>
 constexpr int sm90_bwd_smem_bytes = sizeof(sm90::BwdStorage<C>);
 
+// `map_ds`: of the array whose gradient is dS, where the unit stores one.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q,
                                          const TensorMap& map_k, const TensorMap& map_v,
-                                         const TensorMap& map_do) {
+                                         const TensorMap& map_do, const TensorMap* map_ds = nullptr) {
     using T = sm90::BwdTraits<C>;
     auto& smem = shared_memory<sm90::BwdStorage<C>>();
 
@@ -101,7 +102,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
             }
             sm90::BwdConsumer<C> consumer{smem,         params,    visible,      work.tile,
                                           work.range,   work.walk, warp / 4 - 1, warp % 4,
-                                          lane_index(), elected,   places};
+                                          lane_index(), elected,   map_ds,       places};
             consumer.main_loop();
             consumer.finish();
             places = consumer.places;

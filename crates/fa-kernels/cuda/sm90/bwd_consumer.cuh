@@ -16,11 +16,13 @@
 #include "config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/bulk.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/bwd_dq.cuh"
 #include "sm90/bwd_layout.cuh"
@@ -91,6 +93,7 @@ struct BwdConsumer {
     const int walk;
     const int wg, warp, lane;
     const bool elected;
+    const TensorMap* const map_ds;  // of the array whose gradient is dS
 
     BwdPlaces<C> places;
     bool accumulate = false;
@@ -400,7 +403,32 @@ struct BwdConsumer {
         fence_async_shared();
         named_barrier_sync(kPdsReady, T::kConsumers);
     }
+    // Whether the thread stores dS for the CTA, in a call that takes an array's gradient from it.
+    __device__ __forceinline__ bool stores_ds() const {
+        return elected && wg == 0 && warp == 0 && gradients_of(params).stored != 0;
+    }
+    // Starts to store the dS that all consumers have exchanged.
+    __device__ __forceinline__ void store_ds(int head, int m_block) const {
+        if constexpr (stores_scores_gradient()) {
+            if (!stores_ds()) return;
+            const u32 ds = smem_address(smem.ds[0]) + places.pds_stage * T::Pds::kBytes;
+            const int first_key = tile.n_block * C.tile_n;
+#pragma unroll
+            for (int i = 0; i < T::Pds::kPanels; ++i) {
+                tma_store_4d(*map_ds, ds + i * T::Pds::kPanelBytes, first_key + i * T::Pds::kPanel,
+                             m_block * C.tile_m, head, tile.batch, L2Policy::EvictFirst);
+            }
+            bulk_commit();
+        }
+    }
+    // Waits until the dS of earlier steps has been read; the next barrier says it to the others.
+    __device__ __forceinline__ void wait_ds_stored() const {
+        if constexpr (stores_scores_gradient()) {
+            if (stores_ds()) bulk_wait_read();
+        }
+    }
     __device__ __forceinline__ void wait_pds_free() {
+        wait_ds_stored();
         // With two buffers the previous step's exchange ensures the latter.
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
@@ -506,6 +534,7 @@ struct BwdConsumer {
         store_words(smem_address(smem.ds[0]), ds_words);
         if constexpr (T::kStoreFirst) issue_dv();
         exchange();
+        store_ds(head, m_block);
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
         // By now dV is almost done; the registers of its operand P are reused for dQ.
         wgmma::wait<0>();
@@ -635,6 +664,7 @@ struct BwdConsumer {
     }
 
     __device__ __forceinline__ void finish() {
+        wait_ds_stored();
         if (params.head_splits > 1) {
             const Tile<C> placed = placed_tile();
             const i64 index = dkv_tile(params, placed);

@@ -3,6 +3,7 @@
 #pragma once
 #include "attn/ahead_copies.cuh"
 #include "attn/bwd_tile.cuh"
+#include "attn/programs.cuh"
 #include "attn/query_range.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/visibility.cuh"
@@ -90,8 +91,12 @@ struct BwdLayout {
             rows_are_keys ? (C.dq_swap_ab ? CutDq::kN : columns) : (C.dkv_swap_ab ? CutDk::kN : columns);
         return share % 16 == 0 ? shared_panel(columns, share) : 0;
     }
-    static constexpr bool kPdsTransposed = pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
+    // A dS that is stored as an array's gradient has rows of queries.
+    static constexpr bool kPdsTransposed = stores_scores_gradient()
+                                               ? C.sdp_swap_ab
+                                               : pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
     static constexpr bool kPdsRowsAreKeys = C.sdp_swap_ab != kPdsTransposed;
+    static_assert(!stores_scores_gradient() || (!kPdsRowsAreKeys && pds_panel(false) > 0));
     using Pds = PanelTile<kPdsRowsAreKeys ? C.tile_n : C.tile_m, kPdsRowsAreKeys ? C.tile_m : C.tile_n,
                           pds_panel(kPdsRowsAreKeys)>;
     static constexpr Along kByKeys = kPdsRowsAreKeys ? Along::Rows : Along::Columns;     // P^T, dS^T

@@ -1,7 +1,7 @@
 //! The arrays of a program whose gradients a backward computes, and what their kernels are compiled for.
 
 use fa_core::KernelSpec;
-use fa_core::program::Axis;
+use fa_core::program::{Axis, Element};
 
 use crate::Error;
 
@@ -13,8 +13,12 @@ pub(crate) struct ArrayGradient {
     /// Its place among the program's gradients.
     pub index: usize,
     pub axes: Vec<Axis>,
+    /// The type of its elements.
+    pub element: Element,
     /// Indices of each axis that has more than one.
     pub lengths: Vec<usize>,
+    /// Whether the main kernel stores it where an element is of one score.
+    pub may_be_stored: bool,
 }
 
 /// What [`ArrayGradient`] computes no gradients of.
@@ -37,7 +41,14 @@ impl ArrayGradient {
             if !program.is_direct(gradient.array) {
                 return Err(lacks);
             }
-            all.push(ArrayGradient { slot: gradient.array, index, axes, lengths: Vec::new() });
+            all.push(ArrayGradient {
+                slot: gradient.array,
+                index,
+                axes,
+                element: program.arrays()[gradient.array].element,
+                lengths: Vec::new(),
+                may_be_stored: spec.stored_gradient().is_some_and(|own| own.index == index),
+            });
         }
         Ok(all)
     }
@@ -48,7 +59,13 @@ impl ArrayGradient {
             self.axes.iter().position(|own| *own == axis).map_or("-1".to_owned(), |at| at.to_string())
         };
         let axes = [Axis::Batch, Axis::Head, Axis::HeadKv, Axis::Query, Axis::Key].map(place);
-        format!("{{{}, {}}}", self.slot, axes.join(", "))
+        let element = match self.element {
+            Element::F16 => "F16",
+            Element::Bf16 => "Bf16",
+            // Only numbers have gradients.
+            Element::F32 | Element::I32 | Element::U8 | Element::Bool | Element::Bits => "F32",
+        };
+        format!("{{{}, ArrayElement::{element}, {}}}", self.slot, axes.join(", "))
     }
 }
 

@@ -3,9 +3,7 @@
 use std::ops::{Deref, DerefMut};
 
 use crate::jit::cache_params::CacheParams;
-use crate::jit::declare::{
-    ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
-};
+use crate::jit::declare::{ConstPtr, DeviceType, MutPtr, MutU32Ptr, ParamField, ParamStruct, param_struct};
 
 /// Arrays that the programs of a kernel may read together.
 pub const MAX_ARRAYS: usize = fa_core::program::MAX_ARRAYS;
@@ -53,8 +51,16 @@ param_struct! {
 param_struct! {
     /// The gradients of a program's arrays; backward only.
     pub struct ArrayGradientParams {
-        /// Of each array, packed in f32; null for none.
-        pub to: [MutF32Ptr; 8],
+        /// Of each array, packed; null for none.
+        pub to: [MutPtr; 8],
+        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
+        pub narrow: u32,
+        /// 1 where the main kernel stores dS: as a gradient, or in the room.
+        pub stored: i32,
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+        pub room: ConstPtr,
+        /// Elements of a row of it.
+        pub pitch: i32,
     }
 }
 
@@ -73,8 +79,16 @@ param_struct! {
 param_struct! {
     /// [`ArrayGradientParams`] of a program of more than [`FEW_ARRAYS`] arrays.
     pub struct ManyGradientParams {
-        /// Of each array, packed in f32; null for none.
-        pub to: [MutF32Ptr; 16],
+        /// Of each array, packed; null for none.
+        pub to: [MutPtr; 16],
+        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
+        pub narrow: u32,
+        /// 1 where the main kernel stores dS: as a gradient, or in the room.
+        pub stored: i32,
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+        pub room: ConstPtr,
+        /// Elements of a row of it.
+        pub pitch: i32,
     }
 }
 

@@ -150,6 +150,13 @@ pub(crate) const ARRAY_GRADIENTS: [&str; MAX_ARRAYS] = [
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
 pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
+/// The entry of a backward that may store dS: sums of it, which are the gradient of an array that several
+/// sequences or heads share.
+pub(crate) const ARRAY_SUM: &str = "fa_array_sum";
+
+/// Threads of a CTA of [`ARRAY_SUM`].
+pub(crate) const ARRAY_SUM_THREADS: u32 = 256;
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -206,6 +213,7 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (LISTS, spec.score.masks() && is_backward),
         (ORDER, orders_lists(spec)),
         (MASK_BITS, mask_bits_threads(spec).is_some()),
+        (ARRAY_SUM, spec.stored_gradient().is_some()),
     ];
     let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
     all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
@@ -503,7 +511,13 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
     let header = format!("{}.cuh", name.replacen('_', "/", 1));
     let Traits { blocks_per_sm, cluster, tensor_maps, head_parts, .. } = spec.traits();
-    let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
+    let mut maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
+    let mut arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
+    let stores_ds = spec.stored_gradient().is_some();
+    if stores_ds {
+        maps.push("tma_ds".to_owned());
+        arguments.push_str(", &tma_ds");
+    }
     let params = pass_params(spec);
     let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
         "WithCache".to_owned()
@@ -515,7 +529,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let packs = spec.traits().packs_gqa;
     let mut text = format!("// {spec}\n");
     if spec.score.program.is_some() {
-        let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);
+        text.push_str("#define FA_PROGRAMS\n");
+        if stores_ds {
+            text.push_str("#define FA_STORES_GRADIENT\n");
+        }
+        let _ = writeln!(text, "#include \"{}\"", program::HEADER);
     }
     let _ = writeln!(text, "#include \"{header}\"");
     if spec.score.masks() {
@@ -527,6 +545,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let gradients = array_gradients(spec);
     if !gradients.is_empty() {
         text.push_str("#include \"attn/array_gradient.cuh\"\n");
+    }
+    if stores_ds {
+        text.push_str("#include \"attn/array_sum.cuh\"\n");
     }
     if spec.reads.varied {
         let _ = writeln!(text, "#include \"attn/{}.cuh\"", plan_header(spec));
@@ -562,7 +583,6 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     for map in &maps {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
-    let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let rules = if spec.plans_for_itself() { ", plan_rules" } else { "" };
     let _ = write!(text, ") {{\n    {name}<config{rules}>(params{arguments});\n}}\n");
     let call =
@@ -633,6 +653,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
         let of_params = format!("static_cast<const {params}&>(params)");
         let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");
         text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
+        if gradient.may_be_stored {
+            let _ = write!(text, "\nstatic_assert(kSumThreads == {ARRAY_SUM_THREADS});");
+            let function = format!("array_sum<config.dtype, ArrayRules{rules}>({of_params})");
+            text.push_str(&call(ARRAY_SUM, ARRAY_SUM_THREADS, &all_params, function));
+        }
     }
     if spec.split && whole {
         text.push_str(&combine(spec));

@@ -10,14 +10,15 @@ use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{
-    DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
-    PROCESS_THREADS, sums_dq,
+    ARRAY_SUM, ARRAY_SUM_THREADS, DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS,
+    POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS, sums_dq,
 };
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::programs::{BlockMap, array_gradient};
+use crate::launch::raw_program::Scores;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -88,6 +89,10 @@ impl Launches {
                 steps.extend(map.bits.filter(|_| m_tiles > 0).map(Step::Launch));
             }
         }
+        let mut gradients = ArrayGradient::all(spec)?;
+        if gradients.iter().any(|own| own.may_be_stored) && !visits_all_tiles(spec, problem) {
+            steps.push(Step::ClearGradient);
+        }
         if n_tiles > 0 {
             steps.push(main);
         }
@@ -101,9 +106,11 @@ impl Launches {
             let (heads, smem) = (params.shape.heads_q as u32, DSINKS_THREADS / 32 * 4);
             steps.push(Step::Launch(Launch::plain(DSINKS, heads, DSINKS_THREADS, smem)));
         }
-        let mut gradients = ArrayGradient::all(spec)?;
         for gradient in &mut gradients {
             steps.push(Step::Launch(array_gradient(gradient, spec, problem, arch)?));
+            if gradient.may_be_stored {
+                steps.push(Step::Launch(Launch::plain(ARRAY_SUM, u32::MAX >> 1, ARRAY_SUM_THREADS, 0)));
+            }
         }
         let panels = panels_of(spec).filter(|_| n_tiles > 0);
         let (tensors, is_ragged) = (Tensor::of_pass(problem, true), spec.reads.varied);
@@ -120,8 +127,22 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients,
+            scores: Scores {
+                batch: problem.lengths.sequences(),
+                heads: problem.heads_q,
+                queries: problem.lengths.max_q(),
+                keys: problem.lengths.max_k(),
+            },
+            ds_box: spec.stored_gradient().map(|own| (own.panel, traits.tile.0)),
         })
     }
+}
+
+/// Whether the main kernel visits every tile of queries and keys.
+fn visits_all_tiles(spec: &KernelSpec, problem: &Problem) -> bool {
+    let Problem { lengths, mask, .. } = problem;
+    let is_empty = lengths.reach_q() == 0 || lengths.reach_k() == 0;
+    !spec.reads.varied && mask.is_full() && !spec.score.masks() && !is_empty
 }
 
 /// Checks that the query heads of a K/V head can be divided as the plan says.

@@ -14,6 +14,7 @@ use crate::launch::args::{
 use crate::launch::extras::{Extras, Guards, RawExtras};
 use crate::launch::launches::{Addresses, Launches};
 use crate::launch::module::LoadedKernel;
+use crate::launch::raw_program::RawProgram;
 use crate::launch::run::{check_buffers, check_element, enqueue};
 
 /// A kernel bound to a problem, ready to run: a [`Forward`] or a [`Backward`]. Cheap to make from a loaded
@@ -80,6 +81,11 @@ impl<P> Bound<P> {
     /// first call, and each call leaves it zero; a backward's needs no initialisation.
     pub fn workspace_bytes(&self) -> usize {
         self.launches.workspace.bytes
+    }
+
+    /// As [`Launches::room_bytes`].
+    pub fn room_bytes(&self, program: &RawProgram) -> usize {
+        self.launches.room_bytes(program)
     }
 
     /// Checks a typed call's tensors, in the order of the launches, and its LSE and workspace by length and

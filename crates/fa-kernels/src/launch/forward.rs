@@ -13,6 +13,7 @@ use crate::launch::extras::{cache_params, mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::programs::BlockMap;
+use crate::launch::raw_program::Scores;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -97,6 +98,8 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients: Vec::new(),
+            scores: Scores::default(),
+            ds_box: None,
         })
     }
 }

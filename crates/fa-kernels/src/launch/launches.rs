@@ -2,7 +2,7 @@
 //! that the driver and an emulation run the same launches.
 
 use fa_core::extras::Need;
-use fa_core::program::Interned;
+use fa_core::program::{Axis, Interned};
 use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, Descales, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
@@ -17,11 +17,12 @@ use crate::jit::params::{
 use crate::jit::program_params::{
     ArrayGradientParams, BlockMapParams, FEW_ARRAYS, ManyArrays, ProgramParams, WithPrograms,
 };
-use crate::jit::source::ENTRY;
+use crate::jit::source::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
-use crate::launch::raw_program::check_program;
+use crate::launch::programs::ARRAY_TILE;
+use crate::launch::raw_program::{RawProgram, Scores, Stored, check_program};
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -121,6 +122,9 @@ impl Launch {
 pub enum Step {
     /// Sets a part of the workspace to zero.
     Clear(Part),
+    /// Sets the gradient that the main kernel stores to zero, where it visits not every tile
+    /// ([`Launches::cleared`]).
+    ClearGradient,
     /// Launches the kernel that plans the work of sequences whose lengths are on the device
     /// ([`Launches::takes`]).
     Plan(Launch),
@@ -181,6 +185,9 @@ pub struct Addresses<'a> {
     pub extras: RawExtras,
 }
 
+/// The most bytes of a room that a call asks for: beyond them the gradient is computed anew.
+const MOST_ROOM: usize = 2 << 30;
+
 /// The launches of a pass for one problem.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launches {
@@ -205,6 +212,10 @@ pub struct Launches {
     pub(crate) mask_offset: i32,
     /// The arrays whose gradients are computed; backward only.
     pub(crate) gradients: Vec<ArrayGradient>,
+    /// The scores that there may be.
+    pub(crate) scores: Scores,
+    /// Keys of a panel of dS and queries of a tile, of a kernel that may store dS.
+    pub(crate) ds_box: Option<(u32, u32)>,
 }
 
 impl Launches {
@@ -262,8 +273,62 @@ impl Launches {
     pub fn takes(&self, step: &Step, at: &Addresses) -> bool {
         match step {
             Step::Plan(_) => at.extras.plan.is_none() && !self.plans_for_itself(),
-            Step::Clear(_) | Step::Launch(_) => true,
+            Step::Clear(_) => true,
+            Step::ClearGradient => self.stored(at).is_some(),
+            Step::Launch(launch) if launch.entry == ARRAY_SUM => {
+                self.stored(at).is_some_and(|(_, stored, _)| stored == Stored::Room)
+            }
+            Step::Launch(launch) => {
+                let Some(own) = self.gradient_of(launch) else { return true };
+                let is_wanted = at.extras.program.is_some_and(|given| given.gradients[own.slot] != 0);
+                is_wanted && self.stored(at).is_none_or(|(.., stored)| stored != own)
+            }
         }
+    }
+
+    fn gradient_of(&self, launch: &Launch) -> Option<&ArrayGradient> {
+        self.gradients.iter().find(|own| ARRAY_GRADIENTS[own.index] == launch.entry)
+    }
+
+    /// A launch of a call at `at`: those of arrays' gradients have as many CTAs as the call's arrays need.
+    pub fn launch_at(&self, launch: &Launch, at: &Addresses) -> Launch {
+        let Some(given) = at.extras.program else { return *launch };
+        let tiles = |own: &ArrayGradient, axis: Axis| {
+            let of_tile = if matches!(axis, Axis::Query | Axis::Key) { ARRAY_TILE } else { 1 };
+            given.extent(own, &[axis]).div_ceil(of_tile)
+        };
+        let grid = match (self.gradient_of(launch), self.stored(at)) {
+            (Some(own), _) => own.axes.iter().map(|&axis| tiles(own, axis)).product(),
+            (None, Some((_, _, own))) if launch.entry == ARRAY_SUM => {
+                let rows = own.axes.iter().filter(|&&axis| axis != Axis::Key);
+                let rows: usize = rows.map(|&axis| given.extent(own, &[axis])).product();
+                let threads = rows.saturating_mul(self.scores.keys.div_ceil(8));
+                threads.div_ceil(ARRAY_SUM_THREADS as usize)
+            }
+            (None, _) => return *launch,
+        };
+        Launch { grid: u32::try_from(grid).unwrap_or(launch.grid).min(launch.grid), ..*launch }
+    }
+
+    /// Where the main kernel stores dS in a call at `at`, and the array whose gradient that serves.
+    fn stored(&self, at: &Addresses) -> Option<(RawProgram, Stored, &ArrayGradient)> {
+        let given = at.extras.program?;
+        let found = |own| Some((given, given.stores(own, self.scores)?, own));
+        self.gradients.iter().find_map(found)
+    }
+
+    /// Bytes of the room ([`RawProgram::room`]) that makes a call with this program faster; 0 for none.
+    pub fn room_bytes(&self, given: &RawProgram) -> usize {
+        let needs = self.gradients.iter().any(|own| given.needs_room(own, self.scores));
+        let bytes = if needs { self.scores.room_bytes() } else { 0 };
+        if bytes > MOST_ROOM { 0 } else { bytes }
+    }
+
+    /// Address and bytes of what [`Step::ClearGradient`] sets to zero.
+    pub fn cleared(&self, at: &Addresses) -> Option<(u64, usize)> {
+        let (given, stored, own) = self.stored(at)?;
+        let address = if stored == Stored::Room { given.room } else { given.gradients[own.slot] };
+        Some((address, self.scores.room_bytes()))
     }
 
     pub(crate) fn plans_for_itself(&self) -> bool {
@@ -367,7 +432,8 @@ impl Launches {
                     plan: plan(params.plan),
                     ..params
                 };
-                let gradients = at.extras.program.unwrap_or_default().gradients();
+                let stored = self.stored(at).map(|(_, stored, _)| stored);
+                let gradients = at.extras.program.unwrap_or_default().gradients(stored, self.scores);
                 let cache = own.cache;
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
@@ -381,7 +447,9 @@ impl Launches {
             return Argument::Few(params);
         }
         let given = at.extras.program.unwrap_or_default();
-        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
+        let stored = self.stored(at).map(|(_, stored, _)| stored);
+        let (program, gradients) =
+            (given.many_params(self.mask_offset), given.many_gradients(stored, self.scores));
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
                 Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })
@@ -392,12 +460,21 @@ impl Launches {
         }
     }
 
-    /// The tensor maps of a call, in the order of the arguments: four at most.
+    /// The tensor maps of a call, in the order of the arguments: five at most.
     pub fn maps<'a>(&'a self, at: &'a Addresses) -> impl ExactSizeIterator<Item = TensorMap> + 'a {
-        self.maps.iter().map(|map| {
+        let of_tensor = |map: &MapTemplate| {
             let raw = &at.tensors[map.tensor];
             let shape = MapShape::of(&self.tensors[map.tensor].shape, &raw.strides, map);
             TensorMap { tensor: map.name, address: raw.address, shape }
+        };
+        let ds_box = self.ds_box.filter(|_| !self.maps.is_empty());
+        (0..self.maps.len() + usize::from(ds_box.is_some())).map(move |i| {
+            match (self.maps.get(i), ds_box, self.stored(at)) {
+                (Some(map), ..) => of_tensor(map),
+                (None, Some(tile), Some((given, stored, own))) => given.map((stored, own), self.scores, tile),
+                // Of a call that stores no dS any map will do.
+                (None, ..) => of_tensor(&self.maps[0]),
+            }
         })
     }
 }

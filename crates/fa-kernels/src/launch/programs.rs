@@ -53,7 +53,7 @@ pub(crate) fn array_gradient(
 }
 
 /// Queries, and keys, of a tile (`kArrayTile`).
-const ARRAY_TILE: usize = 64;
+pub(crate) const ARRAY_TILE: usize = 64;
 
 /// The map of a mask's tiles, and the bytes of its lists and of its states.
 pub(crate) struct BlockMap {

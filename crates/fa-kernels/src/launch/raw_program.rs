@@ -1,14 +1,18 @@
 //! What a call gives a program of the caller's: arrays and scalars, by address.
 
-use fa_core::program::Interned;
+use fa_core::program::{Axis, Interned};
 
 use crate::Error;
 use crate::jit::array_gradients::ArrayGradient;
-use crate::jit::declare::{ConstPtr, MutF32Ptr};
+use crate::jit::declare::{ConstPtr, MutPtr};
 use crate::jit::program_params::{
     ArrayGradientParams, MAX_ARRAYS, ManyGradientParams, ManyProgramParams, ProgramArray, ProgramParams,
 };
 use crate::launch::checks::check_address;
+use crate::launch::tma::{MapShape, TensorMap};
+
+/// What TMA's addresses and strides are multiples of.
+const TMA_BYTES: u64 = 16;
 
 /// An array of a program in device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,21 +32,134 @@ pub struct RawProgram {
     pub arrays: [RawArray; MAX_ARRAYS],
     /// The bits of an i32 or f32 each.
     pub scalars: [u32; 8],
-    /// Where the gradients of arrays go, each packed in f32, written in full; 0 for none. Backward only.
+    /// Where the gradients of arrays go, each packed, written in full; 0 for none. Backward only.
     pub gradients: [u64; MAX_ARRAYS],
+    /// Whether such a gradient is of the array's own type, f16 or bf16; else it is f32.
+    pub is_narrow: [bool; MAX_ARRAYS],
+    /// Memory of `Backward::room_bytes` bytes, on a multiple of 16, for the scores' gradients, whose sums are
+    /// the gradient of an array that sequences or heads share; 0 where that is computed without.
+    pub room: u64,
+}
+
+/// Where the main kernel stores the scores' gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stored {
+    /// As the gradient of the array.
+    Own,
+    /// In the call's room.
+    Room,
+}
+
+/// Sequences, query heads, and the most queries and keys of a sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Scores {
+    pub batch: usize,
+    pub heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+}
+
+impl Scores {
+    /// Elements from one row of a room to the next.
+    fn pitch(self) -> usize {
+        self.keys.next_multiple_of(TMA_BYTES as usize / 2)
+    }
+
+    /// Bytes of a room.
+    pub(crate) fn room_bytes(self) -> usize {
+        let rows = self.batch.saturating_mul(self.heads).saturating_mul(self.queries);
+        rows.saturating_mul(2 * self.pitch())
+    }
 }
 
 impl RawProgram {
-    pub(crate) fn gradients(&self) -> ArrayGradientParams {
-        ArrayGradientParams { to: self.rooms() }
+    /// `scores`: where the main kernel stores them, if it does.
+    pub(crate) fn gradients(&self, stored: Option<Stored>, scores: Scores) -> ArrayGradientParams {
+        ArrayGradientParams {
+            to: self.rooms(),
+            narrow: self.narrow(),
+            stored: stored.is_some().into(),
+            room: ConstPtr(self.room),
+            pitch: scores.pitch() as i32,
+        }
     }
 
-    pub(crate) fn many_gradients(&self) -> ManyGradientParams {
-        ManyGradientParams { to: self.rooms() }
+    pub(crate) fn many_gradients(&self, stored: Option<Stored>, scores: Scores) -> ManyGradientParams {
+        let ArrayGradientParams { narrow, stored, room, pitch, .. } = self.gradients(stored, scores);
+        ManyGradientParams { to: self.rooms(), narrow, stored, room, pitch }
     }
 
-    fn rooms<const N: usize>(&self) -> [MutF32Ptr; N] {
-        std::array::from_fn(|slot| MutF32Ptr(self.gradients[slot]))
+    fn rooms<const N: usize>(&self) -> [MutPtr; N] {
+        std::array::from_fn(|slot| MutPtr(self.gradients[slot]))
+    }
+
+    fn narrow(&self) -> u32 {
+        self.is_narrow.iter().enumerate().map(|(slot, &own)| u32::from(own) << slot).sum()
+    }
+
+    /// Indices of the axes of a gradient's array that follow one of these, 1 for none.
+    pub(crate) fn extent(&self, gradient: &ArrayGradient, all: &[Axis]) -> usize {
+        let own = gradient.axes.iter().zip(self.arrays[gradient.slot].extents);
+        own.filter(|(axis, _)| all.contains(axis)).map(|(_, extent)| extent as usize).product()
+    }
+
+    /// Whether the gradient's array has an element for each query and key, and how many scores share one.
+    fn shares(&self, gradient: &ArrayGradient, scores: Scores) -> Option<usize> {
+        let extent = |all: &[Axis]| self.extent(gradient, all);
+        let has_pairs = extent(&[Axis::Query]) == scores.queries && extent(&[Axis::Key]) == scores.keys;
+        let own = extent(&[Axis::Batch]) * extent(&[Axis::Head, Axis::HeadKv]);
+        (has_pairs && own > 0).then(|| scores.batch * scores.heads / own)
+    }
+
+    /// Where the main kernel stores the scores' gradients for this one. As the gradient itself: it is wanted in
+    /// 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes, as TMA stores.
+    pub(crate) fn stores(&self, gradient: &ArrayGradient, scores: Scores) -> Option<Stored> {
+        let to = self.gradients[gradient.slot];
+        let shares = self.shares(gradient, scores).filter(|_| gradient.may_be_stored && to != 0)?;
+        let is_aligned = to.is_multiple_of(TMA_BYTES) && scores.pitch() == scores.keys;
+        if shares == 1 && is_aligned && self.is_narrow[gradient.slot] {
+            Some(Stored::Own)
+        } else {
+            (self.room != 0).then_some(Stored::Room)
+        }
+    }
+
+    /// Whether a room serves this gradient.
+    pub(crate) fn needs_room(&self, gradient: &ArrayGradient, scores: Scores) -> bool {
+        RawProgram { room: TMA_BYTES, ..*self }.stores(gradient, scores) == Some(Stored::Room)
+    }
+
+    /// The map by which it does: `{keys, queries, heads, sequences}` of a room, or of a packed array whose axes
+    /// have any order but for the keys, and a box of one panel of a tile.
+    pub(crate) fn map(
+        &self,
+        (stored, gradient): (Stored, &ArrayGradient),
+        scores: Scores,
+        (panel, rows): (u32, u32),
+    ) -> TensorMap {
+        let tile = [panel, rows, 1, 1, 1];
+        if stored == Stored::Room {
+            let Scores { batch, heads, queries, .. } = scores;
+            let (row, head) = (scores.pitch() as u64, (queries * scores.pitch()) as u64);
+            // The sums read the ends of rows too.
+            let dims = [row, queries as u64, heads as u64, batch as u64, 1];
+            let shape = MapShape { rank: 4, dims, strides: [1, row, head, head * heads as u64, 0], tile };
+            return TensorMap { tensor: "the room of a call", address: self.room, shape };
+        }
+        let of = |all: &[Axis]| {
+            let axis = gradient.axes.iter().position(|axis| all.contains(axis));
+            let extents = &self.arrays[gradient.slot].extents[..gradient.axes.len()];
+            axis.map_or((1, 0), |axis| {
+                (extents[axis] as u64, extents[axis + 1..].iter().map(|&own| own as u64).product())
+            })
+        };
+        let axes = [&[Axis::Key][..], &[Axis::Query], &[Axis::Head, Axis::HeadKv], &[Axis::Batch]].map(of);
+        let [mut dims, mut strides] = [[1; 5], [0; 5]];
+        for (at, (len, stride)) in axes.into_iter().enumerate() {
+            (dims[at], strides[at]) = (len, stride);
+        }
+        let shape = MapShape { rank: 4, dims, strides, tile };
+        TensorMap { tensor: "the gradient of an array", address: self.gradients[gradient.slot], shape }
     }
 
     /// Their parameters, with the offset of the mask that the program joins.
@@ -89,7 +206,11 @@ pub(crate) fn check_program(
         let Some(gradient) = gradients.iter().find(|gradient| gradient.slot == slot) else {
             return Err(Error::UnusedExtra { name: "the gradient of an array" });
         };
-        check_address("the gradient of an array", address, 4)?;
+        let is_narrow = given.is_narrow[slot];
+        if is_narrow && gradient.element.narrow().is_none() {
+            return Err(Error::UnusedExtra { name: "16 bits for the gradient of an array of others" });
+        }
+        check_address("the gradient of an array", address, if is_narrow { 2 } else { 4 })?;
         for (axis, &len) in gradient.lengths.iter().enumerate() {
             let extent = given.arrays[slot].extents[axis];
             if extent != 1 && extent as usize != len {

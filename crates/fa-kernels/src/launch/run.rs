@@ -16,7 +16,7 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::tma;
 
 /// The most tensor maps that a kernel takes.
-const MAX_MAPS: usize = 4;
+const MAX_MAPS: usize = 5;
 
 /// Enqueues the steps of `launches`, which `kernel` made. Allocates nothing and waits for nothing.
 ///
@@ -47,6 +47,7 @@ pub(crate) unsafe fn enqueue(
         std::ptr::null_mut(),
         std::ptr::null_mut(),
         std::ptr::null_mut(),
+        std::ptr::null_mut(),
     ];
     let mut filled = 1;
     for (map, slot) in launches.maps(at).zip(&mut encoded) {
@@ -62,7 +63,14 @@ pub(crate) unsafe fn enqueue(
                 unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
                     .map_err(|source| Error::Driver { doing: "clearing a part of the workspace", source })?;
             }
+            Step::ClearGradient => {
+                let (address, bytes) = launches.cleared(at).unwrap_or_default();
+                // SAFETY: the gradient has an element for each score.
+                unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
+                    .map_err(|source| Error::Driver { doing: "clearing an array's gradient", source })?;
+            }
             Step::Plan(launch) | Step::Launch(launch) => {
+                let launch = &launches.launch_at(launch, at);
                 let taken = if launch.takes_maps { filled } else { 1 };
                 // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller
                 // vouches for the addresses.

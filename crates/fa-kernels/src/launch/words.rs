@@ -30,6 +30,7 @@ impl Launches {
         for step in &self.steps {
             match step {
                 Step::Clear(part) => words.extend([1, part.offset as u64, part.bytes as u64]),
+                Step::ClearGradient => words.push(4),
                 Step::Plan(launch) => self.launch(2, launch, &mut words),
                 Step::Launch(launch) => self.launch(3, launch, &mut words),
             }
@@ -56,7 +57,7 @@ impl Launches {
     /// The entries that a call without a plan of its own launches.
     pub fn entries(&self) -> impl Iterator<Item = &'static str> {
         self.steps.iter().filter_map(|step| match step {
-            Step::Clear(_) => None,
+            Step::Clear(_) | Step::ClearGradient => None,
             Step::Plan(_) if self.plans_for_itself() => None,
             Step::Plan(launch) | Step::Launch(launch) => Some(launch.entry),
         })

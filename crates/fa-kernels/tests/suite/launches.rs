@@ -36,6 +36,7 @@ fn tensors(launches: &Launches) -> Vec<RawTensor> {
 fn entries(launches: &Launches) -> Vec<(&'static str, u32)> {
     let name = |step: &Step| match step {
         Step::Clear(_) => ("clear", 0),
+        Step::ClearGradient => ("clear the gradient", 0),
         Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.grid),
     };
     launches.steps.iter().map(name).collect()
@@ -139,6 +140,62 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     assert_eq!((params.dq_semaphores.0, params.tile_counter.0), (0, 0));
     assert_eq!((params.dq.data.0, params.dv.data.0), (6 << 32, 8 << 32));
     assert_eq!(launches.maps(&at).len(), 4);
+}
+
+/// Of each form of a bias what computes its gradient, and whether something is cleared for it.
+#[test]
+fn the_gradient_of_a_bias_is_stored_summed_or_recomputed() {
+    use fa_core::program::Program;
+    use fa_kernels::launch::RawProgram;
+    let text = "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];";
+    let program = Program::parse(text).unwrap().intern().unwrap();
+    let mut spec = backward_spec(false);
+    spec.score.program = Some(program);
+    let mut problem = problem();
+    problem.score.program = Some(program);
+    let of = |mask: Mask, extents: [i32; 4], is_narrow: bool, has_room: bool| {
+        let problem = problem.with_mask(mask);
+        let spec = KernelSpec { mask: fa_core::MaskKind::of(&mask), ..spec.clone() };
+        let launches = launches_of(&spec, &problem, Arch::Sm90, SMS).unwrap();
+        let mut given = RawProgram::default();
+        given.arrays[0].address = 1 << 50;
+        given.arrays[0].extents = extents;
+        given.gradients[0] = 1 << 51;
+        given.is_narrow[0] = is_narrow;
+        let wants_room = launches.room_bytes(&given) > 0;
+        given.room = if has_room { 1 << 52 } else { 0 };
+        let tensors = tensors(&launches);
+        let at = Addresses {
+            tensors: &tensors,
+            lse: Some(1 << 41),
+            workspace: Some(1 << 40),
+            extras: RawExtras { program: Some(given), ..RawExtras::default() },
+        };
+        launches.check(&at).unwrap();
+        let maps: Vec<_> = launches.maps(&at).collect();
+        assert_eq!(maps.len(), 5);
+        let taken = launches.steps.iter().filter(|step| launches.takes(step, &at));
+        let names: Vec<&str> = taken
+            .filter_map(|step| match step {
+                Step::Launch(launch) => {
+                    launch.entry.starts_with("fa_array").then(|| launches.launch_at(launch, &at).entry)
+                }
+                Step::ClearGradient => Some("clear"),
+                Step::Clear(_) | Step::Plan(_) => None,
+            })
+            .collect();
+        (names, maps[4].address, wants_room)
+    };
+    let (own, shared) = ([3, 8, 1000, 1000], [1, 8, 1000, 1000]);
+    let own_map = |names: &[&'static str], address, wants| (names.to_vec(), address, wants);
+    assert_eq!(of(Mask::FULL, own, true, false), own_map(&[], 1 << 51, false));
+    assert_eq!(of(Mask::CAUSAL, own, true, true), own_map(&["clear"], 1 << 51, false));
+    assert_eq!(of(Mask::FULL, shared, true, true), own_map(&["fa_array_sum"], 1 << 52, true));
+    assert_eq!(of(Mask::CAUSAL, shared, true, true), own_map(&["clear", "fa_array_sum"], 1 << 52, true));
+    let recomputed = ["fa_array_gradient_0"];
+    assert_eq!(of(Mask::FULL, shared, true, false), own_map(&recomputed, 1 << 32, true));
+    assert_eq!(of(Mask::FULL, own, false, false), own_map(&recomputed, 1 << 32, true));
+    assert_eq!(of(Mask::FULL, [3, 8, 1, 1000], true, true), own_map(&recomputed, 1 << 32, false));
 }
 
 #[test]
@@ -518,7 +575,7 @@ fn only_the_combination_starts_early() {
     let early: Vec<_> = (launches.steps.iter())
         .map(|step| match step {
             Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.starts_early),
-            Step::Clear(_) => panic!("a forward clears nothing"),
+            Step::Clear(_) | Step::ClearGradient => panic!("a forward clears nothing"),
         })
         .collect();
     assert_eq!(early, [("fa_plan", false), ("fa_kernel", false), ("fa_combine", true)]);

@@ -5,8 +5,8 @@ use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
-    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, ForwardCall,
-    Half, Placement, Stored, capture, fill_with_nan,
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceOutput, DeviceProgram, DeviceTensor,
+    ForwardCall, Half, Placement, Stored, capture, fill_with_nan,
 };
 use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
@@ -101,9 +101,12 @@ pub fn place_forward<T: Half>(
 fn program<T: Half>(stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<Option<DeviceProgram>, Error> {
     let (Some(given), Some(own)) = (inputs.program(), inputs.problem.score.program) else { return Ok(None) };
     let mut placed = DeviceProgram::upload(stream, &given)?;
-    placed.want_gradients(stream, &own)?;
+    placed.want_narrow_gradients(stream, &own)?;
     for gradient in placed.gradients.iter_mut().flatten() {
-        fill_with_nan(stream, gradient)?;
+        match gradient {
+            DeviceGradient::F32(own) => fill_with_nan(stream, own)?,
+            DeviceGradient::F16(own) | DeviceGradient::Bf16(own) => fill_with_nan(stream, own)?,
+        }
     }
     Ok(Some(placed))
 }
@@ -399,8 +402,8 @@ impl<T: Half> PlacedBackward<T> {
         let read = doing("copying from the GPU");
         let mut darrays = Vec::new();
         for gradient in forward.tensors.extras.program.iter().flat_map(|program| &program.gradients) {
-            let own = gradient.as_ref().map(|own| stream.clone_dtoh(own)).transpose();
-            darrays.push(own.map_err(&read)?.unwrap_or_default());
+            let own = gradient.as_ref().map(|own| own.read(stream)).transpose()?;
+            darrays.push(own.unwrap_or_default());
         }
         let Some(Sequences { q, k }) = &forward.sequences else {
             let found = Gradients::from(self.tensors.read(stream)?);

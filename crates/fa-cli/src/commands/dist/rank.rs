@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_attn::device::{
-    BindOptions, Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Placement,
+    BindOptions, Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceGradient, DeviceTensor, Gpu,
+    Placement,
 };
 use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
@@ -112,6 +113,7 @@ fn upload(
                 dv: nan(2)?,
                 dsinks: dsinks.transpose()?,
                 workspace: stream.alloc_zeros(16).map_err(allocating)?,
+                room: None,
             })
         }
     };
@@ -343,7 +345,9 @@ fn run(
 
 /// The gradients of arrays.
 fn arrays(forward: &mut DeviceForward<bf16>) -> impl Iterator<Item = &mut CudaSlice<f32>> {
-    forward.extras.program.iter_mut().flat_map(|own| own.gradients.iter_mut().flatten())
+    let rooms = forward.extras.program.iter_mut().flat_map(|own| own.gradients.iter_mut().flatten());
+    // Ranks add up in f32.
+    rooms.filter_map(|room| if let DeviceGradient::F32(own) = room { Some(own) } else { None })
 }
 
 /// What is on the GPU.
@@ -361,7 +365,7 @@ fn read(tensors: &OnGpu, stream: &Arc<CudaStream>) -> Result<Found<bf16>, Error>
             dsinks = read(own)?;
         }
         let arrays = tensors.forward.extras.program.iter().flat_map(|own| own.gradients.iter().flatten());
-        darrays = arrays.map(read).collect::<Result<_, Error>>()?;
+        darrays = arrays.map(|own| Ok(own.read(stream)?)).collect::<Result<_, Error>>()?;
     }
     Ok(Found { out: output.out, lse: output.lse, gradients, dsinks, darrays })
 }
