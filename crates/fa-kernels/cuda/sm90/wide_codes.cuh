@@ -147,12 +147,13 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
         const bool scales = C.latent ? scales_latents(params, work.tile.batch, work.kv_head(params))
                                      : columns.rows.descales != nullptr;
         const int last = work.range.end - 1;
-        auto entries = columns.entries_of(thread, last);
+        auto entries = columns.entries_of(thread, work.blocks.at(last));
 #pragma unroll 1
-        for (int n_block = last; n_block >= work.range.begin; --n_block) {
+        for (int i = last; i >= work.range.begin; --i) {
             // A stage is free once consumers are done with its tile, and wait for the next. The queries are
             // once they are done with all tiles of the previous work tile.
-            const bool loads_q_now = loads_q && n_block == last;
+            const int n_block = work.blocks.at(i);
+            const bool loads_q_now = loads_q && i == last;
             convert(loads_q_now ? 0 : unused > 0 ? C.kv_stages - 1 : max_of(C.kv_stages - 2, 0));
             if (unused > 0) --unused;
             const int to = started.stage;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
             ++pending;
             if (loads_q_now && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
             // In flight while the oldest tile is converted.
-            if (n_block > work.range.begin) entries = columns.entries_of(thread, n_block - 1);
+            if (i > work.range.begin) entries = columns.entries_of(thread, work.blocks.at(i - 1));
         }
     });
     convert(0);
