@@ -39,7 +39,7 @@ struct CodeColumns {
 
     __device__ __forceinline__ CodeColumns(const FwdParams& params, const QueryTile<C>& work)
         : rows(Rows::of(params, Values ? params.v : params.k, descales(params), work.seqlen, work.tile.batch,
-                        work.kv_head(params))),
+                        work.kv_head(params), C.head_parts)),
           of_head(head_descale(descales(params), work.tile.batch, work.kv_head(params))),
           row_bytes(columns(params.shape) / per_byte(C.kv_dtype)) {}
 
