@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .flex import flex_attention as flex_attention
     from .flex import scaled_dot_product_attention as scaled_dot_product_attention
     from .flex import triangle_attention as triangle_attention
+    from .flex import varlen_attn as varlen_attn
 
 __version__ = version()
 
@@ -49,6 +50,7 @@ _OF_TORCH = (
     "flex_attention",
     "scaled_dot_product_attention",
     "triangle_attention",
+    "varlen_attn",
 )
 
 

@@ -24,6 +24,7 @@ from ._programs import Program, takes
 from ._torch_by_heads import attention_by_heads, rows_of_heads
 from ._torch_programs import leave_out_of_graphs
 from ._torch_sdpa import scaled_dot_product_attention
+from ._torch_varlen import varlen_attn
 
 __all__ = [
     "AuxOutput",
@@ -38,6 +39,7 @@ __all__ = [
     "or_masks",
     "scaled_dot_product_attention",
     "triangle_attention",
+    "varlen_attn",
 ]
 
 

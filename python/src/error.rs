@@ -89,6 +89,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
         | Error::BindOption { .. }
         | Error::TuningOption { .. } => InputError::new_err(text),
         Error::Kernels(_)
+        | Error::Captured
         | Error::NoneAhead { .. }
         | Error::Threads { .. }
         | Error::NothingToMerge

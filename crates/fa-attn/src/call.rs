@@ -98,7 +98,8 @@ impl Call {
     }
 
     /// The bound GPU kernel, for launches on tensors that stay on the GPU ([`crate::device`]); `None` on the
-    /// CPU.
+    /// CPU. Where the host gathers a program's arrays it is that of the posed problem, which
+    /// [`Gpu::bind_gathered`] binds for such tensors.
     pub fn bound(&self) -> Option<&Bound> {
         match &self.implementation {
             Implementation::Gpu(_, bound, _) => Some(bound),

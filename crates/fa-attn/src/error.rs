@@ -76,6 +76,13 @@ pub enum Error {
         /// The problem's.
         need: Dtype,
     },
+    /// The host takes part in what a captured stream is to compute.
+    #[error(
+        "the stream is captured, and the host adds up gradients of arrays that are read twice, or at other \
+         indices than b, h, hk, q and k: launch this backward outside the graph, or read the array once, at \
+         these indices"
+    )]
+    Captured,
     /// A tensor's shape and its data differ in length.
     #[error("shape {shape:?} needs {need} elements, the data has {have}")]
     Length {

@@ -162,7 +162,7 @@ pub(crate) fn program_inputs<'a>(
 }
 
 /// The small tensors as fa-cpu takes them.
-fn on_host(beside: &Beside) -> Result<OwnedExtras> {
+pub(crate) fn on_host(beside: &Beside) -> Result<OwnedExtras> {
     beside.as_ref().try_map(|_, tensor| host_integers(tensor), |_, tensor| host_floats(tensor))
 }
 

@@ -10,6 +10,7 @@ use fa_attn::device::Bound;
 use fa_core::program::Element as ArrayElement;
 use fa_core::{Dtype, Pass, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{
     CudaSlice, CudaStream, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
@@ -186,6 +187,19 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     let sinks = dsinks.map(|dsinks| tensor(dsinks, problem.heads_q, device));
     let arrays = darrays.into_iter().map(|(data, shape)| tensor(data, shape, device)).collect();
     Ok(Gradients { inputs, sinks, arrays })
+}
+
+/// Refuses a captured stream, which does not wait for the host.
+pub(crate) fn check_not_captured(device: &candle_core::Device) -> Result<()> {
+    let candle_core::Device::Cuda(device) = device else { return Ok(()) };
+    let status = device.cuda_stream().capture_status().map_err(candle_core::Error::wrap)?;
+    match status {
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
+        | CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => {
+            Err(refused(fa_attn::Error::Captured))
+        }
+    }
 }
 
 /// A tensor of one element, for the graph alone.

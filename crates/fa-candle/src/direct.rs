@@ -4,10 +4,10 @@
 use candle_core::{Device, Result, Tensor, Var};
 use fa_core::program::{Interned, Places};
 
-use crate::cpu;
 use crate::error::{Error, refused};
 use crate::problem::{Gradients, Posed};
 use crate::programs::ProgramCall;
+use crate::{cpu, cuda};
 
 /// The gradients by `run`, where it sums those of all arrays of its program.
 pub(crate) fn backward(
@@ -15,10 +15,13 @@ pub(crate) fn backward(
     device: &Device,
     run: impl FnOnce(&Posed) -> Result<Gradients>,
 ) -> Result<Gradients> {
-    let (Some(own), Some(places)) = (&posed.program, Places::of(&posed.problem)) else { return run(posed) };
+    let Some(own) = &posed.program else { return run(posed) };
     let Some((made, loads)) = own.program.with_direct_gradients().map_err(refused)? else {
         return run(posed);
     };
+    cuda::check_not_captured(device)?;
+    let lengths = cpu::on_host(&posed.lengths())?;
+    let places = Places::of(&posed.problem).with_lengths(&lengths.view());
     let made: Interned = made.intern().map_err(Error::from)?;
     let arrays = own.arrays.iter().map(|array| array.to_device(&Device::Cpu));
     let host = ProgramCall { arrays: arrays.collect::<Result<_>>()?, ..own.clone() };

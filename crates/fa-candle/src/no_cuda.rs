@@ -1,6 +1,6 @@
 //! What stands in for the GPU's side where candle is built without its CUDA backend.
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
+use candle_core::{CudaStorage, Device, Layout, Result, Shape, Tensor};
 
 use crate::error::Error;
 use crate::problem::{Gradients, Posed};
@@ -19,4 +19,8 @@ pub(crate) fn backward(_: &Posed, _: [&Tensor; 3], _: [&Tensor; 3], _: Option<&T
 
 pub(crate) fn token(_: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     Err(Error::Backend { device: "CUDA" }.into())
+}
+
+pub(crate) fn check_not_captured(_: &Device) -> Result<()> {
+    Ok(())
 }

@@ -133,6 +133,12 @@ impl Posed {
         })
     }
 
+    /// What the lengths of sequences are read from.
+    pub(crate) fn lengths(&self) -> Beside {
+        let Extras { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, .. } = self.beside.clone();
+        Extras { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, ..Extras::NONE }
+    }
+
     /// The tensors beside Q, K and V that require a gradient: sinks, then arrays of the program.
     pub(crate) fn tracked(&self) -> Vec<Tensor> {
         let sinks = self.beside.sinks.clone().filter(Tensor::track_op);

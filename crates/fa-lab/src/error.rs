@@ -177,13 +177,14 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
 /// Whether the engine refuses its arguments, rather than failing to run them.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, BindOption, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead,
+        BadTuned, BindOption, Captured, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead,
         NothingToMerge, NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed,
         TuningMemory, TuningOption, Write,
     };
     match error {
         BadTuned { .. }
         | BindOption { .. }
+        | Captured
         | Cpu(_)
         | Dtype { .. }
         | Isa { .. }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use fa_core::lengths::SideRows;
 use fa_core::program::{Element, Inputs, Program};
 use fa_core::{Dtype, Extra, Pass, Problem};
-use fa_cpu::{Arguments, Extras};
+use fa_cpu::{Arguments, Extras, OwnedExtras};
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use fa_kernels::launch::{RawArray, RawProgram};
 use fa_kernels::{Backward, Error, Forward, RawExtras};
@@ -203,6 +203,27 @@ impl DeviceExtras {
         packed_rows: [usize; 2],
     ) -> DeviceExtras {
         DeviceExtras { inputs, packed_rows, plan: None, backward_plan: None, program: None }
+    }
+
+    /// Copies of what the lengths of sequences are read from; waits for them.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub(super) fn host_lengths(&self, stream: &Arc<CudaStream>) -> Result<OwnedExtras, Error> {
+        let of = |slice: &Option<CudaSlice<i32>>| {
+            let copied = slice.as_ref().map(|slice| stream.clone_dtoh(slice)).transpose();
+            copied.map_err(doing("copying from the GPU"))
+        };
+        let inputs = &self.inputs;
+        let lengths = OwnedExtras {
+            cu_seqlens_q: of(&inputs.cu_seqlens_q)?,
+            cu_seqlens_k: of(&inputs.cu_seqlens_k)?,
+            seqused_q: of(&inputs.seqused_q)?,
+            seqused_k: of(&inputs.seqused_k)?,
+            ..OwnedExtras::NONE
+        };
+        stream.synchronize().map_err(doing("waiting for the GPU"))?;
+        Ok(lengths)
     }
 
     /// Keys in use, `[batch]`.

@@ -8,6 +8,7 @@ mod bind;
 mod bound;
 mod extras;
 mod forward;
+mod gathered;
 mod gpu;
 mod half;
 mod rounded;
@@ -24,6 +25,7 @@ pub use fa_kernels::{
     LoadedKernel, driver,
 };
 pub use forward::{DeviceForward, DeviceOutput, ForwardCall, capture};
+pub use gathered::GatheredBackward;
 pub use gpu::Gpu;
 pub use half::{Half, Stored};
 pub(crate) use tensor::doing;

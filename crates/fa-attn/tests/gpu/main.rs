@@ -7,6 +7,7 @@ mod backward;
 mod case;
 mod codes;
 mod fp8;
+mod gathered;
 mod keeps;
 mod packed;
 mod tuning;

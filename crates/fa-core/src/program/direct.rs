@@ -133,7 +133,7 @@ impl Program {
     }
 
     /// Which own nodes `roots` need, where nothing of what the nodes of `ends` need is.
-    fn used(&self, roots: impl Iterator<Item = NodeId>, ends: &[NodeId]) -> Vec<bool> {
+    pub(super) fn used(&self, roots: impl Iterator<Item = NodeId>, ends: &[NodeId]) -> Vec<bool> {
         let mut used = vec![false; self.nodes().len()];
         roots.for_each(|root| used[root.index()] = true);
         for index in (0..self.own_nodes()).rev() {

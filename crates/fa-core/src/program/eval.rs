@@ -374,11 +374,23 @@ impl<'a> RowValues<'a> {
         point: &Point,
         precision: Precision,
     ) -> RowValues<'a> {
+        RowValues::of(program, inputs, point, precision, &vec![true; program.nodes().len()])
+    }
+
+    /// [`RowValues::new`] of the nodes that are used, with those that they need: others keep the value of
+    /// the first key.
+    pub(super) fn of(
+        program: &'a Program,
+        inputs: &'a Inputs<'a>,
+        point: &Point,
+        precision: Precision,
+        used: &[bool],
+    ) -> RowValues<'a> {
         let values = program.values(inputs, point, precision);
         let nodes = (0..values.len()).map(|index| NodeId(index as u16));
         let varies = |&node: &NodeId| {
             let deps = program.deps(node);
-            deps.has(Deps::KEY) || deps.has(Deps::SCORE)
+            used[node.index()] && (deps.has(Deps::KEY) || deps.has(Deps::SCORE))
         };
         RowValues {
             program,

@@ -48,6 +48,22 @@ pub struct OwnedInputs {
 }
 
 impl OwnedData {
+    /// The elements whose bytes of this machine these are: the inverse of [`ArrayData::bytes`].
+    pub fn of_bytes(element: Element, bytes: &[u8]) -> OwnedData {
+        fn words<T, const N: usize>(bytes: &[u8], of: impl Fn([u8; N]) -> T) -> Vec<T> {
+            bytes.chunks_exact(N).map(|own| of(std::array::from_fn(|at| own[at]))).collect()
+        }
+        match element {
+            Element::F32 => OwnedData::F32(words(bytes, f32::from_ne_bytes)),
+            Element::F16 => OwnedData::F16(words(bytes, u16::from_ne_bytes)),
+            Element::Bf16 => OwnedData::Bf16(words(bytes, u16::from_ne_bytes)),
+            Element::I32 => OwnedData::I32(words(bytes, i32::from_ne_bytes)),
+            Element::U8 => OwnedData::U8(bytes.to_vec()),
+            Element::Bool => OwnedData::Bool(bytes.to_vec()),
+            Element::Bits => OwnedData::Bits(words(bytes, u32::from_ne_bytes)),
+        }
+    }
+
     /// A borrow.
     pub fn view(&self) -> ArrayData<'_> {
         match self {

@@ -3,7 +3,8 @@
 //! head, per sequence, and with packed heads, lengths on the device, pages and splits.
 
 use fa_core::program::{OwnedArray, OwnedData, OwnedInputs, Program};
-use fa_core::{Arch, KernelSpec, Lengths, MaskKind, Reads};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod};
+use fa_cpu::OwnedExtras;
 use fa_emu::sweep;
 use fa_emu::sweep::{Case, Trials, sweep};
 use fa_emu::{Options, Placement, Trial};
@@ -296,4 +297,38 @@ fn programs_are_right_with_lengths_on_the_device() {
         found.extend(faults(&own, &trials));
     }
     assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
+}
+
+/// Rows whose scores are all the lowest number have no gradients on GPUs, and change no other's: they are as
+/// rows that see no key. (An LSE of that size has no room for the number of keys; the CPU has the gradients
+/// of a uniform softmax.)
+#[test]
+#[ignore = "emulation"]
+fn rows_of_the_lowest_number_have_no_gradients() {
+    let emulator = emulator();
+    // Deterministic kernels of both families, whose bits are the same from run to run.
+    for kernel in [KERNELS[6], KERNELS[8]] {
+        let spec = spec(kernel, "full", "array bias: f32[_, _]; score = s + bias[b, q];");
+        let arch = if spec.kernel.family() == Family::Sm90 { Arch::Sm90 } else { Arch::Sm80 };
+        let unit = emulator.unit(&spec, arch, &Headers::embedded()).unwrap_or_else(|error| panic!("{error}"));
+        let square = Problem::square(2, 1, 2, 64, Mask::FULL, Dtype::Bf16).with_heads_kv(1);
+        let score = ScoreMod::NONE.with_program(spec.score.program);
+        let problem = square.with_lengths(Lengths::uniform(2, 100, 130)).with_score(score);
+        let outcome = |lowest: f32| {
+            let mut inputs = OwnedInputs::drawn(&problem, 1).expect("a program");
+            let OwnedData::F32(bias) = &mut inputs.arrays[0].data else { panic!("f32") };
+            [3, 40, 64, 99, 107, 199].into_iter().for_each(|row| bias[row] = lowest);
+            let extras = OwnedExtras::NONE;
+            let pass = spec.kernel.pass();
+            let trial = Trial::with_inputs(&problem, pass, Placement::PACKED, &extras, Some(inputs));
+            trial.run(&unit, &Options::seed(4)).unwrap()
+        };
+        let hidden = outcome(f32::NEG_INFINITY);
+        assert!(hidden.passed(), "{spec}:\n{}", hidden.faults().join("\n"));
+        let lowest = outcome(f32::MIN);
+        assert!(lowest.outcome.clean(), "{spec}:\n{}", lowest.faults().join("\n"));
+        assert!(lowest.bits == hidden.bits, "{spec}: gradients of rows without keys differ");
+        let dq = &lowest.outcome.outputs[0];
+        assert!(dq[3 * 2 * 64..4 * 2 * 64].iter().all(|&bits| bits & 0x7fff == 0), "{spec}: dQ of row 3");
+    }
 }

@@ -1,7 +1,7 @@
 //! Masks, changes of scores and dropout of the caller's own in the forward for wide heads: its steps, with
 //! and without overlap, latents, parts of a group's heads, lengths on the device, pages and splits.
 
-use fa_core::{KernelSpec, Reads};
+use fa_core::{Dtype, KernelSpec, Reads};
 use fa_emu::sweep::Trials;
 
 use crate::dropout::WEIGHTS;
@@ -85,4 +85,25 @@ fn dropout_is_right_in_wide_heads() {
         let (mask, weight) = WEIGHTS[kernel % 3];
         of(kernel, mask, weight)
     }));
+}
+
+/// Beside K and V in codes, which the producer's warps convert in the tiles of a mask's list.
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_beside_codes_in_wide_heads() {
+    let codes = [Dtype::E4m3, Dtype::Int8, Dtype::Int4, Dtype::E5m2];
+    let pairs = [(0, 0), (0, 2), (1, 1), (2, 4), (3, 5), (3, 2), (4, 3), (1, 6)];
+    let mut specs: Vec<KernelSpec> = Vec::new();
+    for (turn, (kernel, program)) in pairs.into_iter().enumerate() {
+        let (mask, program) = PROGRAMS[program];
+        let mut own = of(kernel, mask, program);
+        own.types.kv = codes[turn % codes.len()];
+        own.reads = Reads { varied: turn % 3 == 1, paged: turn % 6 == 1 };
+        own.split = turn % 4 == 3;
+        specs.push(own);
+    }
+    let mut dropped = of(3, WEIGHTS[0].0, WEIGHTS[0].1);
+    dropped.types.kv = Dtype::E4m3;
+    specs.push(dropped);
+    check(specs);
 }

@@ -22,12 +22,13 @@ struct CodeRows {
     u32 row_units, page_units;  // from row to row, and from page to page, in units of 16 bytes
     int heads, keys;
 
+    // Those of K/V head `head`, of a launch that counts `parts` of each as heads.
     template <bool Varied>
     __device__ __forceinline__ static CodeRows of(const FwdParams& params, const ConstTensor& tensor,
                                                   const CodeDescales& descales, const Seqlen<Varied>& seqlen,
-                                                  int batch, int head) {
+                                                  int batch, int head, int parts = 1) {
         const RowStrides& strides = tensor.strides;
-        const int heads = params.shape.heads_kv;
+        const int heads = params.shape.heads_kv / parts;
         i64 bytes = head * strides.head, row = 0;
         if constexpr (!Paged) {
             // Packed rows are one entry: its stride is 0.

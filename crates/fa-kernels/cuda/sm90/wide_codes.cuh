@@ -31,7 +31,7 @@ struct CodeColumns {
 
     __device__ __forceinline__ CodeColumns(const FwdParams& params, const QueryTile<C>& work)
         : rows(Rows::of(params, Values ? params.v : params.k, descales(params), work.seqlen, work.tile.batch,
-                        work.kv_head(params))),
+                        work.kv_head(params), C.head_parts)),
           of_head(head_descale(descales(params), work.tile.batch, work.kv_head(params))),
           row_bytes(columns(params.shape) / per_byte(C.kv_dtype)) {}
 
@@ -117,9 +117,10 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
         };
 
         const int last = work.range.end - 1;
-        look_up(last, 0);
+        look_up(work.blocks.at(last), 0);
 #pragma unroll 1
-        for (int n_block = last; n_block >= work.range.begin; --n_block) {
+        for (int i = last; i >= work.range.begin; --i) {
+            const int n_block = work.blocks.at(i);
 #pragma unroll 1
             for (int part = 0; part < Tile::kParts; ++part) {
                 if (whole) {
@@ -129,11 +130,11 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
                 }
                 if (part + 1 < Tile::kParts) {
                     look_up(n_block, part + 1);
-                } else if (n_block > work.range.begin) {
-                    look_up(n_block - 1, 0);
+                } else if (i > work.range.begin) {
+                    look_up(work.blocks.at(i - 1), 0);
                 }
                 // Their buffer is free once consumers are done with the previous work tile.
-                if (loads_q && n_block == last && part == 0) load_q<C>(smem, params, map_q, q_state, work);
+                if (loads_q && i == last && part == 0) load_q<C>(smem, params, map_q, q_state, work);
                 const bool general = scales || warp_any(codes.template hides<C.kv_dtype, C.dtype>());
                 if (part == 0) bars.wait_empty(state);
                 // The rows' descales were written by other lanes.

@@ -253,7 +253,7 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
                 scores.of_tile(params, batch, kv_head);
             }
             to_log2 = score_mod.to_log2();
-            scale_log2 = C.alibi ? 1.f : to_log2;
+            scale_log2 = C.alibi || kScoreProgram ? 1.f : to_log2;
         }
 
         // The scores of tile `n_block` of the keys as programs see them.

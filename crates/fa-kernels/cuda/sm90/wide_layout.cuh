@@ -28,7 +28,7 @@ struct Traits {
 
     // K and V are codes, which four warps load to registers and convert to the tiles (wide_codes.cuh).
     static constexpr bool kCodes = is_code(C.kv_dtype);
-    static_assert(!kCodes || (!C.gather && !kMaskProgram && !kScoreProgram && !weighs()));
+    static_assert(!kCodes || !C.gather);
 
     // Two warpgroups share the columns of O: the leader also computes S and P, the follower only its columns.
     static constexpr int kThreads = 256;               // of both

@@ -42,6 +42,13 @@ fn of(types: &[(Dtype, Dtype)], turn: usize, head_dim: usize) -> Problem {
         .with_descales(FORMS[turn % 5])
 }
 
+/// `problem` with K and V in codes, type and form of descales `turn` of all.
+pub(super) fn coded(turn: usize, problem: Problem) -> Problem {
+    let types = [TYPES, [INT4[0], INT4[1], E5M2[0], E5M2[1]]].concat();
+    let (q, kv) = types[turn % types.len()];
+    problem.with_types(Types::same(q).with_kv(kv)).with_descales(FORMS[turn % FORMS.len()])
+}
+
 /// The cases of the library's own choice of kernel; a third of them where not all are asked for.
 pub(crate) fn codes(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases = of_types(extent, repeat, &TYPES, [128, 64, 256, 96, 80]);

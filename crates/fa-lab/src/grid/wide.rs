@@ -4,6 +4,7 @@
 use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod, Types};
 
 use super::case::{Action, BASE, Case, DTYPES, case, case_of};
+use super::codes::coded;
 use super::dropout::dropped;
 use super::paged::pages_of;
 use super::programs::{LOWEST, PROGRAMS, changed_by, score};
@@ -77,6 +78,7 @@ pub(super) fn wide_programs(repeat: usize) -> Vec<Case> {
     let divided = latent(1, (160, 2), score(BY_KV_HEAD)).with_lengths(tokens(3));
     cases.push(Case { what: "parts of two groups", ..case(WIDE_PROGRAMS, divided) });
     cases.extend(varied());
+    cases.extend(on_codes());
 
     let base = |index: usize| of(0, PROGRAMS[index].0, changed_by(index).1, Mask::FULL);
     let mut whole = base(3);
@@ -110,5 +112,38 @@ fn varied() -> Vec<Case> {
     let cache = Sequences { q: Ragged::uniform(3, 2), k: pages_of(&[300, 65, 500], 64, 1) };
     let problem = latent(0, (128, 1), changed_by(4).1);
     cases.push(case_of(WIDE_PROGRAMS, "padding of latents", problem, cache));
+    cases
+}
+
+/// Programs beside K and V in codes, by their places in the list.
+const ON_CODES: [(usize, &str); 7] = [
+    (1, "documents on codes"),
+    (4, "padding on codes"),
+    (6, "stripes on codes"),
+    (8, "bias on codes"),
+    (9, "shared bias on codes"),
+    (12, "cap on codes"),
+    (13, "gain on codes"),
+];
+
+/// Heads apart and latents, of lengths that the host knows and in pages, whole and divided among CTAs.
+fn on_codes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (turn, (index, what)) in ON_CODES.into_iter().enumerate() {
+        let own = changed_by(index).1;
+        let apart = of(turn % 2, "", own, [Mask::CAUSAL, Mask::FULL][turn / 2 % 2]).problem;
+        let latent = latent(turn, [(16, 1), (128, 1)][turn % 2], own);
+        for (problem, turn) in [(apart, turn), (latent, turn + 1)] {
+            let problem = coded(turn, problem);
+            let cache = pages_of(&[700, 33, 0, 250], [64, 1, 16][turn % 3], turn as u64);
+            let tokens = Sequences { q: Ragged::uniform(4, 1 + turn % 2), k: cache };
+            if turn % 2 == 0 {
+                cases.push(Case { split: turn % 4 == 0, ..case_of(WIDE_PROGRAMS, what, problem, tokens) });
+            } else {
+                let lengths = Lengths::uniform(2, [130, 3, 64][turn % 3], 333);
+                cases.push(Case { what, ..case(WIDE_PROGRAMS, problem.with_lengths(lengths)) });
+            }
+        }
+    }
     cases
 }

@@ -13,8 +13,6 @@ pub(crate) struct Code {
     pub split: bool,
     /// Masks and changes of scores of the caller's own.
     pub programs: bool,
-    /// The same beside K and V in codes.
-    pub programs_on_codes: bool,
     /// Heads of a group in the rows of a tile.
     pub packs_gqa: bool,
     /// K and V in codes.
@@ -31,7 +29,6 @@ impl Code {
         sinks: true,
         split: false,
         programs: true,
-        programs_on_codes: true,
         packs_gqa: false,
         codes: false,
     };
@@ -39,7 +36,6 @@ impl Code {
     /// The first thing that `spec` asks for and this code lacks.
     pub(crate) fn missing(self, spec: &KernelSpec) -> Option<&'static str> {
         let KernelSpec { score, reads, split, .. } = spec;
-        let on_codes = score.program.is_some() && spec.types.kv.is_code();
         [
             (reads.varied && !self.varied, "lengths on the device"),
             (reads.paged && !self.paged, "keys in pages"),
@@ -47,7 +43,6 @@ impl Code {
             (score.alibi && !self.alibi, "alibi"),
             (score.sinks && !self.sinks, "sinks"),
             (score.program.is_some() && !self.programs, "programs"),
-            (on_codes && !self.programs_on_codes, "programs beside K and V in codes"),
             (*split && !self.split, "split"),
             (spec.traits().packs_gqa && !self.packs_gqa, "pack_gqa"),
             (spec.types.kv.is_code() && !self.codes, "K and V in codes"),

@@ -100,12 +100,18 @@ fn few_rows_over_codes_are_left_to_the_sm80_class() {
 }
 
 /// Latents and heads of more than 256 columns have kernels of SM90 alone, which convert codes to their tiles
-/// of keys: latents to two of 64. Programs are refused by name.
+/// of keys: latents to two of 64. Programs are computed there as well, by those whose registers have room.
 #[test]
 fn wide_heads_in_codes_have_plans_on_sm90() {
     let half = problem(8, 1, 4096, 512, Dtype::Bf16);
     let latent = half.with_head_dims(576, 512).with_heads(128, 1).with_latent(true);
     let latent = latent.with_softmax_scale(Some(0.07));
+    let programs = [
+        "k <= q + off",
+        "array t: bf16[_, _]; score = s + t[q, k];",
+        "array t: f32[_, _]; score = s + t[q, k];",
+        "score = s - 0.1 * f32(abs(q + off - k));",
+    ];
     for wide in [half, half.with_head_dims(320, 256), latent] {
         for kv in Dtype::CODES {
             let coded = problem(8, 1, 4096, 512, kv);
@@ -113,10 +119,15 @@ fn wide_heads_in_codes_have_plans_on_sm90() {
             let best = first(&wide, Arch::Sm90, None);
             let Kernel::Sm90Wide(kernel) = &best.spec.kernel else { panic!("{}", best.spec) };
             assert!(!kernel.gather && best.smem.buffer("descales").is_some(), "{}", best.spec);
-            let program = fa_core::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
-            let masked = wide.with_score(ScoreMod::NONE.with_program(Some(program)));
-            let error = plan(&masked, Arch::Sm90, &PlanOptions::default()).unwrap_err().to_string();
-            assert!(error.contains("programs"), "{error}");
+            for text in programs {
+                let program = fa_core::program::Program::parse(text).unwrap().intern().unwrap();
+                let changed = wide.with_score(ScoreMod::NONE.with_program(Some(program)));
+                let best = first(&changed, Arch::Sm90, None);
+                assert!(matches!(best.spec.kernel, Kernel::Sm90Wide(_)), "{}", best.spec);
+                assert!(best.regs.total <= best.regs.limit, "{}: {:?}", best.spec, best.regs);
+                let others = plan(&changed, Arch::Sm80, &PlanOptions::default());
+                assert!(others.is_err(), "no kernel of SM80 has these head dims");
+            }
         }
     }
 }

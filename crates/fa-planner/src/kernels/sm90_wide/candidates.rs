@@ -14,7 +14,8 @@ const TILE: u32 = 64;
 const STEPS: [(u32, bool); 3] = [(64, false), (64, true), (32, true)];
 
 /// Those of latents, of which overlapping products hold two tiles: on an H200 they are slower, by 28 % of 128
-/// heads and 17 % of 16. In codes the first is tried: shorter steps read all of Q for fewer keys (NB-209).
+/// heads and 17 % of 16. In codes the first is tried: shorter steps read all of Q for fewer keys (NB-209),
+/// but have room for what programs read.
 const LATENT_STEPS: [(u32, bool); 2] = [(64, false), (32, false)];
 
 /// The least extent of latents: a panel for each warp that loads pages.
@@ -45,7 +46,8 @@ pub fn candidates(
     let alike = MaskKind::of(&problem.mask) == MaskKind::Full
         && !Reads::of(&problem).varied
         && !problem.score.kind().masks();
-    let steps = match (problem.latent, codes) {
+    let has_program = problem.score.program.is_some();
+    let steps = match (problem.latent, codes && !has_program) {
         (true, true) => &LATENT_STEPS[..1],
         (true, false) => &LATENT_STEPS,
         (false, _) => &STEPS[..],

@@ -34,15 +34,7 @@ impl PlannedKernel for Sm90Wide {
     }
 
     fn code(&self) -> Code {
-        Code {
-            varied: true,
-            paged: true,
-            split: true,
-            packs_gqa: true,
-            programs_on_codes: false,
-            codes: true,
-            ..Code::DENSE
-        }
+        Code { varied: true, paged: true, split: true, packs_gqa: true, codes: true, ..Code::DENSE }
     }
 
     fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
