@@ -111,7 +111,7 @@ impl RawProgram {
     }
 
     /// Where the main kernel stores the scores' gradients for this one. As the gradient itself: it is wanted
-    /// in 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes, as TMA stores.
+    /// in 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes.
     pub(crate) fn stores(&self, gradient: &ArrayGradient, scores: Scores) -> Option<Stored> {
         let to = self.gradients[gradient.slot];
         let shares = self.shares(gradient, scores).filter(|_| gradient.may_be_stored && to != 0)?;
