@@ -105,7 +105,8 @@ impl<'py> CallProgram<'py> {
     /// Names the arrays to which gradients are written, by the names of those whose gradients they are.
     ///
     /// # Errors
-    /// Arrays that are not packed, of the shape and in f32 or the array's 16 bits, and names of arrays that the text marks with no `grad`.
+    /// Arrays that are not packed, of the shape and in f32 or the array's 16 bits, and
+    /// names of arrays that the text marks with no `grad`.
     pub(crate) fn want(
         &mut self,
         gradients: Vec<(String, Bound<'py, PyAny>)>,

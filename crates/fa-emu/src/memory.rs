@@ -261,7 +261,9 @@ impl<'a> DeviceMemory<'a> {
             Some(dtype) => {
                 let decode = |bytes: &[u8]| match dtype {
                     Dtype::F16 => f16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
-                    _ => bf16::from_ne_bytes([bytes[0], bytes[1]]).to_f32(),
+                    Dtype::F32 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 | Dtype::Int4 | Dtype::E5m2 => {
+                        bf16::from_ne_bytes([bytes[0], bytes[1]]).to_f32()
+                    }
                 };
                 memory.bytes().chunks_exact(2).take(*len).map(decode).collect()
             }

@@ -45,8 +45,8 @@ impl Program {
         }
     }
 
-    /// The array of 16 bits whose gradient is that of the score, by its place in [`Program::gradients`]: it is
-    /// added to the score as it is, with an element for each query and key, those of keys side by side.
+    /// The array of 16 bits whose gradient is that of the score, by its place in [`Program::gradients`]: it
+    /// is added to the score as it is, with an element for each query and key, those of keys side by side.
     pub fn added_array(&self) -> Option<usize> {
         if !matches!(self.class(), Some(ScoreClass::Additive { .. })) {
             return None;

@@ -204,9 +204,9 @@ fn programs_are_right_in_sm90_backwards() {
     check(&[5, 6], 2);
 }
 
-/// A bias of its own for each sequence and head is the gradient of the scores, which the main kernel stores; of
-/// one that sequences or heads share, and where rows are not whole multiples of 16 bytes, these are summed. -inf
-/// hides, and NaN where the mask hides has no influence.
+/// The gradient of a bias of its own for each sequence and head is that of the scores, which the main kernel
+/// stores; of one that sequences or heads share, and where rows are not whole multiples of 16 bytes, they
+/// are summed. -inf hides, and NaN where the mask hides has no influence.
 #[test]
 #[ignore = "emulation"]
 fn gradients_of_biases_are_stored_or_summed() {

@@ -21,6 +21,9 @@ pub(crate) struct ArrayGradient {
     pub may_be_stored: bool,
 }
 
+/// Queries, and keys, of a tile (`kArrayTile`).
+pub(crate) const ARRAY_TILE: usize = 64;
+
 /// What [`ArrayGradient`] computes no gradients of.
 const OTHER_INDICES: &str =
     "gradients of arrays that are read twice, or at indices other than b, h, hk, q and k";

@@ -8,7 +8,7 @@ use fa_core::{Arch, Descales, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
-use crate::jit::array_gradients::ArrayGradient;
+use crate::jit::array_gradients::{ARRAY_TILE, ArrayGradient};
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
@@ -21,8 +21,8 @@ use crate::jit::source::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
-use crate::launch::programs::ARRAY_TILE;
 use crate::launch::raw_program::{RawProgram, Scores, Stored, check_program};
+use crate::launch::stored;
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -471,7 +471,9 @@ impl Launches {
         (0..self.maps.len() + usize::from(ds_box.is_some())).map(move |i| {
             match (self.maps.get(i), ds_box, self.stored(at)) {
                 (Some(map), ..) => of_tensor(map),
-                (None, Some(tile), Some((given, stored, own))) => given.map((stored, own), self.scores, tile),
+                (None, Some(tile), Some((given, stored, own))) => {
+                    stored::map(&given, (stored, own), self.scores, tile)
+                }
                 // Of a call that stores no dS any map will do.
                 (None, ..) => of_tensor(&self.maps[0]),
             }

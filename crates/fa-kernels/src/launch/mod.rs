@@ -20,6 +20,7 @@ pub(crate) mod raw_program;
 mod run;
 mod sections;
 pub(crate) mod single;
+mod stored;
 mod tma;
 pub(crate) mod varied;
 mod words;

@@ -5,7 +5,7 @@ use fa_core::program::{Axis, Deps, Node, Program, Var};
 use fa_core::{Arch, KernelSpec, Problem};
 
 use crate::Error;
-use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
+use crate::jit::array_gradients::{ARRAY_TILE, ArrayGradient, array_gradient_smem};
 use crate::jit::program_params::BlockMapParams;
 use crate::jit::source::{
     ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS, MASK_BITS, ORDER, ORDER_THREADS, mask_bits_threads, orders_lists,
@@ -51,9 +51,6 @@ pub(crate) fn array_gradient(
     let grid = count("tiles of an array's gradient", ctas)? as u32;
     Ok(Launch::plain(ARRAY_GRADIENTS[gradient.index], grid, ARRAY_GRADIENT_THREADS, smem))
 }
-
-/// Queries, and keys, of a tile (`kArrayTile`).
-pub(crate) const ARRAY_TILE: usize = 64;
 
 /// The map of a mask's tiles, and the bytes of its lists and of its states.
 pub(crate) struct BlockMap {

@@ -9,7 +9,6 @@ use crate::jit::program_params::{
     ArrayGradientParams, MAX_ARRAYS, ManyGradientParams, ManyProgramParams, ProgramArray, ProgramParams,
 };
 use crate::launch::checks::check_address;
-use crate::launch::tma::{MapShape, TensorMap};
 
 /// What TMA's addresses and strides are multiples of.
 const TMA_BYTES: u64 = 16;
@@ -61,7 +60,7 @@ pub(crate) struct Scores {
 
 impl Scores {
     /// Elements from one row of a room to the next.
-    fn pitch(self) -> usize {
+    pub(crate) fn pitch(self) -> usize {
         self.keys.next_multiple_of(TMA_BYTES as usize / 2)
     }
 
@@ -111,8 +110,8 @@ impl RawProgram {
         (has_pairs && own > 0).then(|| scores.batch * scores.heads / own)
     }
 
-    /// Where the main kernel stores the scores' gradients for this one. As the gradient itself: it is wanted in
-    /// 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes, as TMA stores.
+    /// Where the main kernel stores the scores' gradients for this one. As the gradient itself: it is wanted
+    /// in 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes.
     pub(crate) fn stores(&self, gradient: &ArrayGradient, scores: Scores) -> Option<Stored> {
         let to = self.gradients[gradient.slot];
         let shares = self.shares(gradient, scores).filter(|_| gradient.may_be_stored && to != 0)?;
@@ -127,39 +126,6 @@ impl RawProgram {
     /// Whether a room serves this gradient.
     pub(crate) fn needs_room(&self, gradient: &ArrayGradient, scores: Scores) -> bool {
         RawProgram { room: TMA_BYTES, ..*self }.stores(gradient, scores) == Some(Stored::Room)
-    }
-
-    /// The map by which it does: `{keys, queries, heads, sequences}` of a room, or of a packed array whose axes
-    /// have any order but for the keys, and a box of one panel of a tile.
-    pub(crate) fn map(
-        &self,
-        (stored, gradient): (Stored, &ArrayGradient),
-        scores: Scores,
-        (panel, rows): (u32, u32),
-    ) -> TensorMap {
-        let tile = [panel, rows, 1, 1, 1];
-        if stored == Stored::Room {
-            let Scores { batch, heads, queries, .. } = scores;
-            let (row, head) = (scores.pitch() as u64, (queries * scores.pitch()) as u64);
-            // The sums read the ends of rows too.
-            let dims = [row, queries as u64, heads as u64, batch as u64, 1];
-            let shape = MapShape { rank: 4, dims, strides: [1, row, head, head * heads as u64, 0], tile };
-            return TensorMap { tensor: "the room of a call", address: self.room, shape };
-        }
-        let of = |all: &[Axis]| {
-            let axis = gradient.axes.iter().position(|axis| all.contains(axis));
-            let extents = &self.arrays[gradient.slot].extents[..gradient.axes.len()];
-            axis.map_or((1, 0), |axis| {
-                (extents[axis] as u64, extents[axis + 1..].iter().map(|&own| own as u64).product())
-            })
-        };
-        let axes = [&[Axis::Key][..], &[Axis::Query], &[Axis::Head, Axis::HeadKv], &[Axis::Batch]].map(of);
-        let [mut dims, mut strides] = [[1; 5], [0; 5]];
-        for (at, (len, stride)) in axes.into_iter().enumerate() {
-            (dims[at], strides[at]) = (len, stride);
-        }
-        let shape = MapShape { rank: 4, dims, strides, tile };
-        TensorMap { tensor: "the gradient of an array", address: self.gradients[gradient.slot], shape }
     }
 
     /// Their parameters, with the offset of the mask that the program joins.
