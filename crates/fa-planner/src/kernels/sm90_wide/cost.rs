@@ -39,8 +39,8 @@ fn stored_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
     f64::from(k.key_columns(spec)) * spec.types.kv.bytes_per_number()
 }
 
-/// Codes that the producer's warps load and convert in a clock, of which each step waits for as many as a tile
-/// has: 183 and 355 us for 62 and 124 steps of latents (NB-215).
+/// Codes that the producer's warps load and convert in a clock, of which each step waits for as many as a
+/// tile has: 183 and 355 us for 62 and 124 steps of latents (NB-215).
 const CODES_PER_CLOCK: f64 = 7.6;
 
 /// Where each key is read once, loads are in flight whenever a buffer is free.
