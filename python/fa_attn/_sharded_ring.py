@@ -1,6 +1,6 @@
 """Attention whose keys and values travel from rank to rank: each rank attends to one rank's while the next
-ones are on their way. Results are merged by their LSE in float32; gradients of K and V are sent to the rank
-whose they are, as kernels make them, which adds them up in float32."""
+ones are on their way. Results are merged by their LSE in float32; gradients of K and V travel with them, in
+float32."""
 
 from __future__ import annotations
 
@@ -99,7 +99,6 @@ class _Passed:
         self.group, self.dealing = group, dealing
         self.world, self.rank = place(group)
         self.shapes = [(x.shape[0], dealing.most, *x.shape[2:]) for x in (k, v)]
-        self.dtype, self.device = k.dtype, k.device
 
     def packed(self, *tensors):
         return torch.cat([self.dealing.padded(x, 1).reshape(-1) for x in tensors])
@@ -119,33 +118,6 @@ class _Passed:
             return None, received
         work = dist.all_to_all_single(received, memory, recvs, sends, group=self.group, async_op=True)
         return work, received
-
-    def returned(self, step, made, spans):
-        """Begins to send gradients of K and V to the rank whose they are, `step` ranks before this one, and
-        to receive those of its own `spans` from as many ranks behind. Returns what `add` takes."""
-        counts = [math.prod(shape) // max(shape[1], 1) for shape in self.shapes]
-        memory = [x.reshape(-1) for parts in made for x in parts]
-        dtype, device = self.dtype, self.device
-        memory = torch.cat(memory) if memory else torch.empty(0, dtype=dtype, device=device)
-        size = sum(span.stop - span.start for span in spans) * sum(counts)
-        received = torch.empty(size, dtype=dtype, device=device)
-        if not sum(map(math.prod, self.shapes)):
-            return None, received, spans
-        sends, recvs = [0] * self.world, [0] * self.world
-        sends[self.rank - step], recvs[(self.rank + step) % self.world] = len(memory), size
-        work = dist.all_to_all_single(received, memory, recvs, sends, group=self.group, async_op=True)
-        return work, received, spans
-
-    def add(self, sums, pending):
-        """Adds gradients that have come to the sums of K's and V's."""
-        work, received, spans = pending
-        finished(work, received, self.group)
-        at = 0
-        for span in spans:
-            for total, (batch, _, *rest) in zip(sums, self.shapes):
-                shape = (batch, span.stop - span.start, *rest)
-                total.add(span, received[at : at + math.prod(shape)].view(shape))
-                at += math.prod(shape)
 
     def arrived(self, pending):
         """What the rank before has passed on: here, or on a GPU where the current stream is there."""
@@ -173,12 +145,7 @@ def _merged(q, v, parts):
     """O and LSE of all rows, from those of some rows over different keys."""
     batch, rows, heads, _ = q.shape
     cuts = sorted({0, rows, *(at for own, _, _ in parts for at in (own.start, own.stop))})
-    every = [part for part in parts if part[0] == slice(0, rows)]
-    if every:
-        _, whole, whole_lse = every[0]
-    else:
-        whole = q.new_zeros(batch, rows, heads, v.shape[-1])
-        whole_lse = q.new_full((batch, heads, rows), -math.inf, dtype=torch.float32)
+    outs, lses = [], []
     for first, end in zip(cuts, cuts[1:]):
         covering = [
             (out[:, first - own.start : end - own.start], lse[..., first - own.start : end - own.start])
@@ -187,41 +154,16 @@ def _merged(q, v, parts):
         ]
         if len(covering) > 1:
             out, lse = merge(*zip(*((out, lse.contiguous()) for out, lse in covering)), dtype=q.dtype)
-        elif covering and not every:
+        elif covering:
             out, lse = covering[0]
         else:
-            continue
-        if end - first == rows:
-            return out, lse
-        whole[:, first:end], whole_lse[..., first:end] = out, lse
-    return whole, whole_lse
-
-
-class Sum:
-    """The sum of parts of a tensor (batch, rows, heads, head_dim) that each have some rows: in float32, or
-    in the tensor's type where no row is in more than two, since one addition is rounded once."""
-
-    def __init__(self, like, spans):
-        self.like = like
-        most = max((sum(a.start <= b.start < a.stop for a in spans) for b in spans), default=0)
-        self.dtype = like.dtype if most <= 2 else torch.float32
-        self.total = None
-
-    def add(self, rows, part):
-        every = rows == slice(0, self.like.shape[1])
-        if self.total is None and every:
-            self.total = part.to(self.dtype)
-            return
-        if self.total is None:
-            self.total = torch.zeros_like(
-                self.like, dtype=self.dtype, memory_format=torch.contiguous_format
-            )
-        self.total[:, rows] += part
-
-    def result(self):
-        if self.total is None:
-            return torch.zeros_like(self.like, memory_format=torch.contiguous_format)
-        return self.total.to(self.like.dtype)
+            out = q.new_zeros(batch, end - first, heads, v.shape[-1])
+            lse = q.new_full((batch, heads, end - first), -math.inf, dtype=torch.float32)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return q.new_zeros(batch, 0, heads, v.shape[-1]), q.new_zeros(batch, heads, 0, dtype=torch.float32)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
 class Ring(torch.autograd.Function):
@@ -256,17 +198,11 @@ class Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         passes, group, dealing, options = ctx.given
         dout = torch.zeros_like(out) if dout is None else dout
-        passed = _Passed(k, v, group, dealing)
-        world, rank = passed.world, passed.rank
-        # Of each step this rank's calls, and those of the rank that computes for its keys.
-        own = [calls(options, dealing, rank, (rank - step) % world) for step in range(world)]
-        others = [calls(options, dealing, (rank + step) % world, rank) for step in range(world)]
-        dq = Sum(q, [rows for made in own for rows, _, _ in made])
-        sums = [Sum(x, [seen for made in others for _, seen, _ in made]) for x in (k, v)]
-        pending = None
-        for step, (_, keys, values) in enumerate(_each(passed, k, v)):
+        passed, pending = _Passed(k, v, group, dealing), None
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        for owner, keys, values in _each(passed, k, v):
             made = []
-            for rows, seen, mask in own[step]:
+            for rows, seen, mask in calls(options, dealing, passed.rank, owner):
                 gradients = passes[1](
                     dout[:, rows],
                     q[:, rows],
@@ -278,18 +214,20 @@ class Ring(torch.autograd.Function):
                     **options.backward,
                     **mask,
                 )
-                dq.add(rows, gradients[0])
-                made.append(gradients[1:])
-            # Those of the step before come while this one's are computed.
-            if pending is not None:
-                passed.add(sums, pending)
-            if step:
-                pending = passed.returned(step, made, [seen for _, seen, _ in others[step]])
+                dq[:, rows] += gradients[0]
+                made.append((seen, gradients[1:]))
+            # Sums of ranks before this one come while those of this one are computed.
+            if pending is None:
+                count = sum(map(math.prod, passed.shapes))
+                memory = torch.zeros(count, dtype=torch.float32, device=q.device)
             else:
-                for (_, seen, _), parts in zip(own[0], made):
-                    for total, part in zip(sums, parts):
-                        total.add(seen, part)
+                memory = passed.arrived(pending)
+            for seen, gradients in made:
+                for total, part in zip(passed.views(memory, owner), gradients):
+                    total[:, seen] += part
+            if passed.world > 1:
+                pending = passed.sent(memory)
         if pending is not None:
-            passed.add(sums, pending)
-        dk, dv = (total.result() for total in sums)
-        return dq.result(), dk, dv, None, None, None, None
+            memory = passed.arrived(pending)
+        dk, dv = (total.to(x.dtype) for total, x in zip(passed.views(memory, passed.rank), (k, v)))
+        return dq.to(q.dtype), dk, dv, None, None, None, None

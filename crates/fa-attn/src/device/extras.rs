@@ -62,6 +62,24 @@ impl DeviceGradient {
         }
     }
 
+    /// Copies it from the host, in its type.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub(crate) fn write(&mut self, stream: &Arc<CudaStream>, values: &[f32]) -> Result<(), Error> {
+        let bits = |of: fn(f32) -> u16| values.iter().map(|&value| of(value)).collect::<Vec<_>>();
+        let written = match self {
+            DeviceGradient::F32(own) => stream.memcpy_htod(values, own),
+            DeviceGradient::F16(own) => {
+                stream.memcpy_htod(&bits(|value| f16::from_f32(value).to_bits()), own)
+            }
+            DeviceGradient::Bf16(own) => {
+                stream.memcpy_htod(&bits(|value| bf16::from_f32(value).to_bits()), own)
+            }
+        };
+        written.map_err(doing("copying to the GPU"))
+    }
+
     /// Copies it to the host.
     ///
     /// # Errors

@@ -103,6 +103,7 @@ impl GatheredBackward {
         for (to, array) in self.direct.arrays().enumerate() {
             (posed.arrays[to], posed.gradients[to]) = match array {
                 PosedArray::Own(slot) if self.direct.is_summed(to) => {
+                    posed.is_narrow[to] = whole.is_narrow[slot];
                     (whole.arrays[slot], whole.gradients[slot])
                 }
                 PosedArray::Own(slot) => (whole.arrays[slot], 0),
@@ -129,7 +130,7 @@ impl GatheredBackward {
         let rooms = forward.extras.program.iter_mut().flat_map(|program| program.gradients.iter_mut());
         for (room, sums) in rooms.zip(sums) {
             if let (Some(room), Some(sums)) = (room, sums) {
-                stream.memcpy_htod(&sums, room).map_err(doing("copying to the GPU"))?;
+                room.write(stream, &sums)?;
             }
         }
         stream.synchronize().map_err(Error::driver("waiting for the GPU"))
