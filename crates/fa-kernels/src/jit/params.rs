@@ -335,7 +335,7 @@ param_struct! {
 
 /// Sizes that the headers assert as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 472);
-const _: () = assert!(size_of::<BwdParams>() == 648);
+const _: () = assert!(size_of::<BwdParams>() == 672);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 44);
 

@@ -451,7 +451,6 @@ impl Launches {
             return Argument::Few(params);
         }
         let given = at.extras.program.unwrap_or_default();
-        let stored = self.stored(at).map(|(_, stored, _)| stored);
         let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
