@@ -61,21 +61,9 @@ static_assert(FA_OFFSETOF(BlockMapParams, kept) == 36);
 struct ArrayGradientParams {
     // Of each array, packed; null for none.
     void* to[8];
-    // A bit for each array whose gradient is of its own 16 bits, and not f32.
-    unsigned narrow;
-    // 1 where the main kernel stores dS: as a gradient, or in the room.
-    int stored;
-    // dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
-    const void* room;
-    // Elements of a row of it.
-    int pitch;
 };
-static_assert(sizeof(ArrayGradientParams) == 88 && alignof(ArrayGradientParams) == 8);
+static_assert(sizeof(ArrayGradientParams) == 64 && alignof(ArrayGradientParams) == 8);
 static_assert(FA_OFFSETOF(ArrayGradientParams, to) == 0);
-static_assert(FA_OFFSETOF(ArrayGradientParams, narrow) == 64);
-static_assert(FA_OFFSETOF(ArrayGradientParams, stored) == 68);
-static_assert(FA_OFFSETOF(ArrayGradientParams, room) == 72);
-static_assert(FA_OFFSETOF(ArrayGradientParams, pitch) == 80);
 
 // The arrays and scalars of a kernel's program.
 struct ProgramParams {

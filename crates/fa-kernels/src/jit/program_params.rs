@@ -53,14 +53,6 @@ param_struct! {
     pub struct ArrayGradientParams {
         /// Of each array, packed; null for none.
         pub to: [MutPtr; 8],
-        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
-        pub narrow: u32,
-        /// 1 where the main kernel stores dS: as a gradient, or in the room.
-        pub stored: i32,
-        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
-        pub room: ConstPtr,
-        /// Elements of a row of it.
-        pub pitch: i32,
     }
 }
 
@@ -81,14 +73,6 @@ param_struct! {
     pub struct ManyGradientParams {
         /// Of each array, packed; null for none.
         pub to: [MutPtr; 16],
-        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
-        pub narrow: u32,
-        /// 1 where the main kernel stores dS: as a gradient, or in the room.
-        pub stored: i32,
-        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
-        pub room: ConstPtr,
-        /// Elements of a row of it.
-        pub pitch: i32,
     }
 }
 

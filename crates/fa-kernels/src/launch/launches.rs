@@ -408,6 +408,7 @@ impl Launches {
             }
             Params::Backward(own) => {
                 let params = own.params;
+                let given = at.extras.program.unwrap_or_default();
                 let params = BwdParams {
                     q: reads(0),
                     k: reads(1),
@@ -430,10 +431,13 @@ impl Launches {
                     dkv_semaphores: words(parts.dkv_semaphores),
                     dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
                     plan: plan(params.plan),
+                    array_room: ConstPtr(given.room),
+                    array_pitch: self.scores.pitch() as i32,
+                    array_stored: self.stored(at).is_some().into(),
+                    array_narrow: given.narrow(),
                     ..params
                 };
-                let stored = self.stored(at).map(|(_, stored, _)| stored);
-                let gradients = at.extras.program.unwrap_or_default().gradients(stored, self.scores);
+                let gradients = at.extras.program.unwrap_or_default().gradients();
                 let cache = own.cache;
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
@@ -447,9 +451,7 @@ impl Launches {
             return Argument::Few(params);
         }
         let given = at.extras.program.unwrap_or_default();
-        let stored = self.stored(at).map(|(_, stored, _)| stored);
-        let (program, gradients) =
-            (given.many_params(self.mask_offset), given.many_gradients(stored, self.scores));
+        let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
         match params {
             Params::Forward(WithPrograms { params, map, cache, .. }) => {
                 Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })

@@ -72,27 +72,20 @@ impl Scores {
 }
 
 impl RawProgram {
-    /// `scores`: where the main kernel stores them, if it does.
-    pub(crate) fn gradients(&self, stored: Option<Stored>, scores: Scores) -> ArrayGradientParams {
-        ArrayGradientParams {
-            to: self.rooms(),
-            narrow: self.narrow(),
-            stored: stored.is_some().into(),
-            room: ConstPtr(self.room),
-            pitch: scores.pitch() as i32,
-        }
+    pub(crate) fn gradients(&self) -> ArrayGradientParams {
+        ArrayGradientParams { to: self.rooms() }
     }
 
-    pub(crate) fn many_gradients(&self, stored: Option<Stored>, scores: Scores) -> ManyGradientParams {
-        let ArrayGradientParams { narrow, stored, room, pitch, .. } = self.gradients(stored, scores);
-        ManyGradientParams { to: self.rooms(), narrow, stored, room, pitch }
+    pub(crate) fn many_gradients(&self) -> ManyGradientParams {
+        ManyGradientParams { to: self.rooms() }
     }
 
     fn rooms<const N: usize>(&self) -> [MutPtr; N] {
         std::array::from_fn(|slot| MutPtr(self.gradients[slot]))
     }
 
-    fn narrow(&self) -> u32 {
+    /// A bit for each gradient of 16 bits.
+    pub(crate) fn narrow(&self) -> u32 {
         self.is_narrow.iter().enumerate().map(|(slot, &own)| u32::from(own) << slot).sum()
     }
 
