@@ -146,7 +146,7 @@ fn check((problem, extras): (Problem, OwnedExtras)) {
     }
     let own = &tensors.extras.program.as_ref().unwrap().gradients;
     for ((own, of_host), want) in own.iter().zip(&host_arrays).zip(&want_arrays) {
-        let own = own.as_ref().map(|own| stream.clone_dtoh(own).unwrap()).unwrap_or_default();
+        let own = own.as_ref().map(|own| own.read(stream).unwrap()).unwrap_or_default();
         assert_eq!((own.len(), of_host.len()), (want.len(), want.len()));
         for ((&own, &of_host), &exact) in own.iter().zip(of_host).zip(want) {
             close("an array in device memory", own, exact, largest(want));

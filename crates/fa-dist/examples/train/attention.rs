@@ -201,6 +201,7 @@ impl Attention {
                     dv: room()?,
                     dsinks: None,
                     workspace: stream.alloc_zeros(16)?,
+                    room: None,
                 };
                 let mut rank = rank.borrow_mut();
                 rank.backward(&forward, &mut tensors, stream)?;
