@@ -64,6 +64,7 @@ const SYNCHRONISING: &[&str] = &[
     "wait",
     "wait_empty",
     "wait_dq_free",
+    "wait_ds_stored",
     "wait_for_turn",
     "wait_full",
     "wait_pds_free",

@@ -84,7 +84,8 @@ struct BwdParams {
     unsigned* dkv_semaphores;
     // The gradient of the LSE, in its shape; null for none.
     const float* dlse;
-    // dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for none.
+    // dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for
+    // none.
     const void* array_room;
     // Elements of a row of it.
     int array_pitch;

@@ -354,8 +354,7 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
         float part[kPart];
 #pragma unroll
         for (int i = 0; i < kPart; ++i) part[i] = s[begin + i];
-        to_exponents(part, params, scores, place.after(2 * begin),
-                     copies.template part<kPart>(from, begin));
+        to_exponents(part, params, scores, place.after(2 * begin), copies.template part<kPart>(from, begin));
 #pragma unroll
         for (int i = 0; i < kPart; ++i) s[begin + i] = part[i];
     }

@@ -209,8 +209,7 @@ struct RowsAhead {
     typename M::Row rows[2];
 
     __device__ __forceinline__ RowsAhead(const ProgramParams& params, const Place& place)
-        : place(place),
-          mods{place.mods(params, 0), place.mods(params, 1)},
+        : place(place), mods{place.mods(params, 0), place.mods(params, 1)},
           rows{place.template line_of<true>(mods[0], place.query[0]),
                place.template line_of<true>(mods[1], place.query[1])} {}
 
@@ -400,11 +399,11 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
         const ProgramParams& programs = programs_of(params);
         const bool folds = place.mods(programs, 0).folds() && place.mods(programs, 1).folds();
         if (!warp_any(!folds)) {
-            place.template for_each<N>(programs, [&](int i, const auto& mods, const auto& row,
-                                                     const auto& column) {
-                const float added = mods.template folded<Place::kTransposed>(row, column);
-                s[i] = fmaf(s[i], scores.scale_log2, added);
-            });
+            place.template for_each<N>(
+                programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
+                    const float added = mods.template folded<Place::kTransposed>(row, column);
+                    s[i] = fmaf(s[i], scores.scale_log2, added);
+                });
             return;
         }
     }

@@ -322,7 +322,8 @@ param_struct! {
         pub dkv_semaphores: MutU32Ptr,
         /// The gradient of the LSE, in its shape; null for none.
         pub dlse: ConstF32Ptr,
-        /// dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for none.
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for
+        /// none.
         pub array_room: ConstPtr,
         /// Elements of a row of it.
         pub array_pitch: i32,
