@@ -122,7 +122,7 @@ mod tests {
             let score = ScoreKind { program: Some(bias.intern().unwrap()), ..ScoreKind::NONE };
             registers(&KernelSpec { score, ..spec((512, 512), &kernel) }, &kernel).total
         };
-        assert_eq!([biased(64, false), biased(64, true), biased(32, true)], [204 + 20, 204 + 36, 180 + 20]);
+        assert_eq!([biased(64, false), biased(64, true), biased(32, true)], [204 + 24, 204 + 40, 180 + 24]);
         // In codes as well, with the descales of their rows.
         let types = Types::same(Dtype::Bf16).with_kv(Dtype::E4m3);
         let coded = KernelSpec { types, ..spec((576, 512), &latent) };
