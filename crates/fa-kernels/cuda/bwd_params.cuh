@@ -84,17 +84,8 @@ struct BwdParams {
     unsigned* dkv_semaphores;
     // The gradient of the LSE, in its shape; null for none.
     const float* dlse;
-    // dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for
-    // none.
-    const void* array_room;
-    // Elements of a row of it.
-    int array_pitch;
-    // 1 where the main kernel stores dS: as a gradient, or in the room.
-    int array_stored;
-    // A bit for each array of a program whose gradient is of its own 16 bits, and not f32.
-    unsigned array_narrow;
 };
-static_assert(sizeof(BwdParams) == 672 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 648 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -125,10 +116,6 @@ static_assert(FA_OFFSETOF(BwdParams, mods) == 560);
 static_assert(FA_OFFSETOF(BwdParams, plan) == 592);
 static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 632);
 static_assert(FA_OFFSETOF(BwdParams, dlse) == 640);
-static_assert(FA_OFFSETOF(BwdParams, array_room) == 648);
-static_assert(FA_OFFSETOF(BwdParams, array_pitch) == 656);
-static_assert(FA_OFFSETOF(BwdParams, array_stored) == 660);
-static_assert(FA_OFFSETOF(BwdParams, array_narrow) == 664);
 
 }  // namespace fa
 

@@ -79,6 +79,23 @@ static_assert(FA_OFFSETOF(ProgramParams, arrays) == 0);
 static_assert(FA_OFFSETOF(ProgramParams, scalars) == 448);
 static_assert(FA_OFFSETOF(ProgramParams, offset) == 480);
 
+// What the gradients of arrays are stored by; backward only.
+struct StoredParams {
+    // dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+    const void* room;
+    // Elements of a row of it.
+    int pitch;
+    // 1 where the main kernel stores dS: as a gradient, or in the room.
+    int is_stored;
+    // A bit for each array whose gradient is of its own 16 bits, and not f32.
+    unsigned narrow;
+};
+static_assert(sizeof(StoredParams) == 24 && alignof(StoredParams) == 8);
+static_assert(FA_OFFSETOF(StoredParams, room) == 0);
+static_assert(FA_OFFSETOF(StoredParams, pitch) == 8);
+static_assert(FA_OFFSETOF(StoredParams, is_stored) == 12);
+static_assert(FA_OFFSETOF(StoredParams, narrow) == 16);
+
 }  // namespace fa
 
 #undef FA_OFFSETOF

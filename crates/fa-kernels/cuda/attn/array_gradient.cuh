@@ -91,7 +91,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
     const ProgramArray& array = programs.arrays[R.slot];
     void* const to = gradients_of(params).to[R.slot];
     if (to == nullptr) return;
-    const bool is_narrow = (params.array_narrow >> R.slot & 1) != 0;
+    const bool is_narrow = (stored_of(params).narrow >> R.slot & 1) != 0;
     Smem& smem = shared_memory<Smem>();
     const ShapeParams& shape = params.shape;
 

@@ -35,9 +35,10 @@ __device__ __forceinline__ void array_sum(const BwdParams& params) {
     if (batch_index >= (by_batch ? shape.batch : 1)) return;
 
     const int first_head = by_kv ? head_index * shape.group_size : by_head ? head_index : 0;
-    const i64 of_head = i64(queries) * params.array_pitch, of_batch = of_head * shape.heads_q;
-    const u16* from = static_cast<const u16*>(params.array_room) + batch_index * of_batch +
-                      first_head * of_head + i64(query) * params.array_pitch + key;
+    const StoredParams& stored = stored_of(params);
+    const i64 of_head = i64(queries) * stored.pitch, of_batch = of_head * shape.heads_q;
+    const u16* from = static_cast<const u16*>(stored.room) + batch_index * of_batch + first_head * of_head +
+                      i64(query) * stored.pitch + key;
     int outer = by_batch ? 1 : shape.batch, inner = by_head ? 1 : by_kv ? shape.group_size : shape.heads_q;
     i64 outer_step = of_batch, inner_step = of_head;
     // Many loads are under way at once along the longer one.
@@ -74,7 +75,7 @@ __device__ __forceinline__ void array_sum(const BwdParams& params) {
         if (axis == R.key) own = key;
         if (own >= 0) to = to * array.extents[axis] + own;
     }
-    const bool is_narrow = (params.array_narrow >> R.slot & 1) != 0;
+    const bool is_narrow = (stored.narrow >> R.slot & 1) != 0;
     if (is_narrow) {
         u16* const out = static_cast<u16*>(gradients.to[R.slot]) + to;
         if (keys % 8 == 0 && reinterpret_cast<u64>(gradients.to[R.slot]) % 16 == 0) {

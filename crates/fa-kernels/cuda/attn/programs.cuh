@@ -95,6 +95,12 @@ struct WithPrograms : Params {
     ArrayGradientParams gradients;
 };
 
+// Those of a backward, with what gradients are stored by behind them.
+template <class Params>
+struct WithStored : WithPrograms<Params> {
+    StoredParams stored;
+};
+
 // The parameters of the program, and of its mask's map. Only kernels that have one call it: theirs lie behind
 // the launch's.
 template <class Params>
@@ -108,6 +114,11 @@ __device__ __forceinline__ const BlockMapParams& map_of(const Params& params) {
 template <class Params>
 __device__ __forceinline__ const ArrayGradientParams& gradients_of(const Params& params) {
     return static_cast<const WithPrograms<Params>&>(params).gradients;
+}
+template <class Params>
+__device__ __forceinline__ const StoredParams& stored_of(const Params& params) {
+    static_assert(sizeof(WithStored<Params>) == sizeof(WithPrograms<Params>) + sizeof(StoredParams));
+    return static_cast<const WithStored<Params>&>(params).stored;
 }
 
 // Where a thread's part of a tile of S lies, or with Transposed of S^T. Register i holds row (i / 2) % 2 of

@@ -405,7 +405,7 @@ struct BwdConsumer {
     }
     // Whether the thread stores dS for the CTA, in a call that takes an array's gradient from it.
     __device__ __forceinline__ bool stores_ds() const {
-        return elected && wg == 0 && warp == 0 && params.array_stored != 0;
+        return elected && wg == 0 && warp == 0 && stored_of(params).is_stored != 0;
     }
     // Starts to store the dS that all consumers have exchanged.
     __device__ __forceinline__ void store_ds(int head, int m_block) const {

@@ -322,21 +322,12 @@ param_struct! {
         pub dkv_semaphores: MutU32Ptr,
         /// The gradient of the LSE, in its shape; null for none.
         pub dlse: ConstF32Ptr,
-        /// dS in 16 bits, `[batch, heads_q, seqlen_q, array_pitch]`, whose sums are a gradient; null for
-        /// none.
-        pub array_room: ConstPtr,
-        /// Elements of a row of it.
-        pub array_pitch: i32,
-        /// 1 where the main kernel stores dS: as a gradient, or in the room.
-        pub array_stored: i32,
-        /// A bit for each array of a program whose gradient is of its own 16 bits, and not f32.
-        pub array_narrow: u32,
     }
 }
 
 /// Sizes that the headers assert as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 472);
-const _: () = assert!(size_of::<BwdParams>() == 672);
+const _: () = assert!(size_of::<BwdParams>() == 648);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 44);
 

@@ -4,6 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use crate::jit::cache_params::CacheParams;
 use crate::jit::declare::{ConstPtr, DeviceType, MutPtr, MutU32Ptr, ParamField, ParamStruct, param_struct};
+use crate::jit::params::{BwdParams, FwdParams};
 
 /// Arrays that the programs of a kernel may read together.
 pub const MAX_ARRAYS: usize = fa_core::program::MAX_ARRAYS;
@@ -88,11 +89,25 @@ param_struct! {
     }
 }
 
-/// The parameters of a launch, with those of its program and of its cache behind them. Kernels without a
+param_struct! {
+    /// What the gradients of arrays are stored by; backward only.
+    pub struct StoredParams {
+        /// dS in 16 bits, `[batch, heads_q, seqlen_q, pitch]`, whose sums are a gradient; null for none.
+        pub room: ConstPtr,
+        /// Elements of a row of it.
+        pub pitch: i32,
+        /// 1 where the main kernel stores dS: as a gradient, or in the room.
+        pub is_stored: i32,
+        /// A bit for each array whose gradient is of its own 16 bits, and not f32.
+        pub narrow: u32,
+    }
+}
+
+/// The parameters of a launch, with those of its program and of its pass behind them. Kernels without a
 /// program read the first only, kernels of codes of 8 bits all.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
-pub struct WithPrograms<P, A = ProgramParams, G = ArrayGradientParams> {
+pub struct WithPrograms<P, T, A = ProgramParams, G = ArrayGradientParams> {
     /// Of the launch.
     pub params: P,
     /// Of its program.
@@ -101,14 +116,20 @@ pub struct WithPrograms<P, A = ProgramParams, G = ArrayGradientParams> {
     pub map: BlockMapParams,
     /// Of its arrays' gradients.
     pub gradients: G,
-    /// Of 8-bit tensors; forward only.
-    pub cache: CacheParams,
+    /// Of its pass: of a forward those of 8-bit tensors, of a backward those of stored gradients.
+    pub pass: T,
 }
 
-/// The same of a kernel whose program reads more than [`FEW_ARRAYS`] arrays.
-pub type ManyArrays<P> = WithPrograms<P, ManyProgramParams, ManyGradientParams>;
+/// Those of a forward.
+pub type ForwardParams = WithPrograms<FwdParams, CacheParams>;
 
-impl<P, A, G> Deref for WithPrograms<P, A, G> {
+/// Those of a backward.
+pub type BackwardParams = WithPrograms<BwdParams, StoredParams>;
+
+/// The same of a kernel whose program reads more than [`FEW_ARRAYS`] arrays.
+pub type ManyArrays<P, T> = WithPrograms<P, T, ManyProgramParams, ManyGradientParams>;
+
+impl<P, T, A, G> Deref for WithPrograms<P, T, A, G> {
     type Target = P;
 
     fn deref(&self) -> &P {
@@ -116,7 +137,7 @@ impl<P, A, G> Deref for WithPrograms<P, A, G> {
     }
 }
 
-impl<P, A, G> DerefMut for WithPrograms<P, A, G> {
+impl<P, T, A, G> DerefMut for WithPrograms<P, T, A, G> {
     fn deref_mut(&mut self) -> &mut P {
         &mut self.params
     }
@@ -129,6 +150,7 @@ pub(crate) fn declarations() -> Vec<ParamStruct> {
         BlockMapParams::declaration(),
         ArrayGradientParams::declaration(),
         ProgramParams::declaration(),
+        StoredParams::declaration(),
     ]
 }
 
@@ -140,6 +162,7 @@ pub(crate) fn declarations_of_many() -> Vec<ParamStruct> {
         BlockMapParams::declaration(),
         ManyGradientParams::declaration(),
         ManyProgramParams::declaration(),
+        StoredParams::declaration(),
     ];
     // By the names and with the comments that the kernels' sources have.
     let named =

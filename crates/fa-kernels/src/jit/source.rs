@@ -522,7 +522,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>, whole: bool) -> String {
     let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
         "WithCache".to_owned()
     } else if spec.score.program.is_some() {
-        format!("WithPrograms<{params}>")
+        let with = if spec.kernel.is_backward() { "WithStored" } else { "WithPrograms" };
+        format!("{with}<{params}>")
     } else {
         params.to_owned()
     };

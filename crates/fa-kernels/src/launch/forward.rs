@@ -89,7 +89,7 @@ impl Launches {
             params: Params::Forward(WithPrograms {
                 params,
                 map: own_map,
-                cache: cache_params(problem),
+                pass: cache_params(problem),
                 ..WithPrograms::default()
             }),
             maps,

@@ -9,13 +9,15 @@ use fa_planner::account::missing_code;
 
 use crate::Error;
 use crate::jit::array_gradients::{ARRAY_TILE, ArrayGradient};
+use crate::jit::cache_params::CacheParams;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
 };
 use crate::jit::program_params::{
-    ArrayGradientParams, BlockMapParams, FEW_ARRAYS, ManyArrays, ProgramParams, WithPrograms,
+    ArrayGradientParams, BackwardParams, BlockMapParams, FEW_ARRAYS, ForwardParams, ManyArrays,
+    ProgramParams, StoredParams, WithPrograms,
 };
 use crate::jit::source::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
@@ -34,9 +36,9 @@ const WORD_BYTES: u64 = 4;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Params {
     /// Of a forward.
-    Forward(WithPrograms<FwdParams>),
+    Forward(ForwardParams),
     /// Of a backward.
-    Backward(WithPrograms<BwdParams>),
+    Backward(BackwardParams),
 }
 
 impl Params {
@@ -55,9 +57,9 @@ pub enum Argument {
     /// Of a kernel without a program, or whose program reads as many arrays as most.
     Few(Params),
     /// Of a forward whose program reads more.
-    ManyForward(ManyArrays<FwdParams>),
+    ManyForward(ManyArrays<FwdParams, CacheParams>),
     /// Of a backward whose program reads more.
-    ManyBackward(ManyArrays<BwdParams>),
+    ManyBackward(ManyArrays<BwdParams, StoredParams>),
 }
 
 impl Argument {
@@ -403,12 +405,11 @@ impl Launches {
                     ..params
                 };
                 let gradients = ArrayGradientParams::default();
-                let cache = at.extras.cache(own.cache, self.descales);
-                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients, cache })
+                let pass = at.extras.cache(own.pass, self.descales);
+                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients, pass })
             }
             Params::Backward(own) => {
                 let params = own.params;
-                let given = at.extras.program.unwrap_or_default();
                 let params = BwdParams {
                     q: reads(0),
                     k: reads(1),
@@ -431,15 +432,12 @@ impl Launches {
                     dkv_semaphores: words(parts.dkv_semaphores),
                     dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
                     plan: plan(params.plan),
-                    array_room: ConstPtr(given.room),
-                    array_pitch: self.scores.pitch() as i32,
-                    array_stored: self.stored(at).is_some().into(),
-                    array_narrow: given.narrow(),
                     ..params
                 };
-                let gradients = at.extras.program.unwrap_or_default().gradients();
-                let cache = own.cache;
-                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
+                let given = at.extras.program.unwrap_or_default();
+                let (gradients, is_stored) = (given.gradients(), self.stored(at).is_some());
+                let pass = given.stored_params(self.scores, is_stored);
+                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, pass })
             }
         }
     }
@@ -453,11 +451,11 @@ impl Launches {
         let given = at.extras.program.unwrap_or_default();
         let (program, gradients) = (given.many_params(self.mask_offset), given.many_gradients());
         match params {
-            Params::Forward(WithPrograms { params, map, cache, .. }) => {
-                Argument::ManyForward(ManyArrays { params, program, map, gradients, cache })
+            Params::Forward(WithPrograms { params, map, pass, .. }) => {
+                Argument::ManyForward(WithPrograms { params, program, map, gradients, pass })
             }
-            Params::Backward(WithPrograms { params, map, cache, .. }) => {
-                Argument::ManyBackward(ManyArrays { params, program, map, gradients, cache })
+            Params::Backward(WithPrograms { params, map, pass, .. }) => {
+                Argument::ManyBackward(WithPrograms { params, program, map, gradients, pass })
             }
         }
     }

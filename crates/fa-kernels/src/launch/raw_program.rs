@@ -7,6 +7,7 @@ use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::declare::{ConstPtr, MutPtr};
 use crate::jit::program_params::{
     ArrayGradientParams, MAX_ARRAYS, ManyGradientParams, ManyProgramParams, ProgramArray, ProgramParams,
+    StoredParams,
 };
 use crate::launch::checks::check_address;
 
@@ -84,8 +85,18 @@ impl RawProgram {
         std::array::from_fn(|slot| MutPtr(self.gradients[slot]))
     }
 
+    /// `is_stored`: whether the main kernel stores the gradients of `scores`.
+    pub(crate) fn stored_params(&self, scores: Scores, is_stored: bool) -> StoredParams {
+        StoredParams {
+            room: ConstPtr(self.room),
+            pitch: scores.pitch() as i32,
+            is_stored: is_stored.into(),
+            narrow: self.narrow(),
+        }
+    }
+
     /// A bit for each gradient of 16 bits.
-    pub(crate) fn narrow(&self) -> u32 {
+    fn narrow(&self) -> u32 {
         self.is_narrow.iter().enumerate().map(|(slot, &own)| u32::from(own) << slot).sum()
     }
 
