@@ -312,7 +312,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         // Turns products into masked scores of the tile of keys at place `i`.
-        auto modify = [&](int i, const auto& rows_ahead) {
+        auto modify = [&](int i, [[maybe_unused]] const auto rows_ahead) {
             int n_block = i;
             if constexpr (kMaskProgram) n_block = blocks.at(i);
             score_mod.apply(s);

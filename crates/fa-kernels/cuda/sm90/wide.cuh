@@ -59,15 +59,12 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
             if constexpr (C.split) let_next_launch_start();
         }
     } else {
+        if constexpr (T::kFollowerRegs == T::kLeaderRegs) setmaxnreg_inc<T::kLeaderRegs>();
         if (warp < 8) {
-            setmaxnreg_inc<T::kLeaderRegs>();
+            if constexpr (T::kFollowerRegs < T::kLeaderRegs) setmaxnreg_inc<T::kLeaderRegs>();
             wide::lead<C>(smem, params);
         } else {
-            if constexpr (T::kCodes) {
-                setmaxnreg_dec<T::kFollowerRegs>();
-            } else {
-                setmaxnreg_inc<T::kFollowerRegs>();
-            }
+            if constexpr (T::kFollowerRegs < T::kLeaderRegs) setmaxnreg_dec<T::kFollowerRegs>();
             wide::follow<C>(smem, params);
         }
     }
