@@ -39,6 +39,26 @@ void bring(Cta& cta, Mbarrier& bar, const char* what, std::vector<Chunk> all) {
     }
 }
 
+// A row of a box.
+struct BoxRow {
+    bool inside;      // in the tensor, by all axes but the first
+    u64 address;      // of its first column
+    long long start;  // bytes from the tensor's first column to its own
+    long long left;   // bytes from there to the tensor's end
+};
+
+BoxRow row_of(const TensorMap& map, const int* coordinates, int rank, u32 row) {
+    const long long start = (long long)coordinates[0] * map.element;
+    BoxRow found{true, map.address + u64(start), start, (long long)map.dims[0] * map.element - start};
+    for (int axis = 1; axis < rank; ++axis) {
+        const long long index = coordinates[axis] + (long long)(row % map.box[axis]);
+        row /= map.box[axis];
+        found.inside = found.inside && index >= 0 && u64(index) < map.dims[axis];
+        found.address += u64(index) * map.strides[axis];
+    }
+    return found;
+}
+
 }  // namespace
 
 void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, int rank, u32 blocks) {
@@ -66,22 +86,11 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
     std::vector<Chunk> all;
     u32 inside_bytes = 0;
     for (u32 row = 0; row < rows; ++row) {
-        bool inside = true;
-        u64 from = map.address;
-        u32 rest = row;
-        for (int axis = 1; axis < rank; ++axis) {
-            const long long index = coordinates[axis] + (long long)(rest % map.box[axis]);
-            rest /= map.box[axis];
-            inside = inside && index >= 0 && u64(index) < map.dims[axis];
-            from += u64(index) * map.strides[axis];
-        }
+        const auto [inside, from, start, left] = row_of(map, coordinates, rank, row);
         // Bytes [begin, end) of the row are in the tensor.
-        const long long start = (long long)coordinates[0] * map.element;
-        const long long left = (long long)map.dims[0] * map.element - start;
         const u32 begin = start < 0 ? u32(std::min<long long>(-start, inner)) : 0;
         const u32 end = inside && left > 0 ? std::max(begin, u32(std::min<long long>(left, inner))) : begin;
         if (begin % 16) fatal("tensor map", me() + " loads columns before the first by no multiple of 16 bytes");
-        from += u64(start);
         if (begin < end) machine->global.access(from + begin, end - begin, Use::Read, "loads a row by TMA,");
         inside_bytes += end - begin;
         for (u32 column = 0; column < inner; column += 16) {
@@ -236,20 +245,9 @@ void tma_store(const void* map_, u32 src, const int* coordinates, int rank) {
     };
     std::vector<Part> parts;
     for (u32 row = 0; row < rows; ++row) {
-        bool inside = true;
-        u64 to = map.address;
-        u32 rest = row;
-        for (int axis = 1; axis < rank; ++axis) {
-            const long long index = coordinates[axis] + (long long)(rest % map.box[axis]);
-            rest /= map.box[axis];
-            inside = inside && index >= 0 && u64(index) < map.dims[axis];
-            to += u64(index) * map.strides[axis];
-        }
-        const long long start = (long long)coordinates[0] * map.element;
-        const long long left = (long long)map.dims[0] * map.element - start;
+        const auto [inside, to, start, left] = row_of(map, coordinates, rank, row);
         if (start < 0) fatal("tensor map", me() + " stores columns before the first");
         if (!inside || left <= 0) continue;
-        to += u64(start);
         const u32 bytes = u32(std::min<long long>(left, inner));
         machine->global.access(to, bytes, Use::Write, "stores a row by TMA to", &copy);
         for (u32 column = 0; column < bytes; column += 16) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fa_core::{Pass, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use fa_kernels::launch::RawProgram;
 use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs};
 
 use super::forward::{DeviceForward, capture};
@@ -43,6 +44,13 @@ impl<T: Half> DeviceGradients<T> {
     /// Whether both are equal bit by bit.
     pub fn same_bits(&self, other: &DeviceGradients<T>) -> bool {
         self.values.iter().zip(&other.values).all(|(a, b)| T::bits(a) == T::bits(b))
+    }
+}
+
+/// Says to a call's program where its room is.
+fn give_room(program: &mut Option<RawProgram>, room: &Option<CudaSlice<u8>>, stream: &CudaStream) {
+    if let Some(program) = program {
+        program.room = room.as_ref().map_or(0, |room| room.device_ptr(stream).0);
     }
 }
 
@@ -86,10 +94,6 @@ impl<T: Half> DeviceBackward<T> {
         fill_with_nan(stream, &mut self.workspace)
     }
 
-    fn room_address(&self, stream: &CudaStream) -> u64 {
-        self.room.as_ref().map_or(0, |room| room.device_ptr(stream).0)
-    }
-
     /// Grows the workspace to what another kernel needs.
     ///
     /// # Errors
@@ -122,11 +126,8 @@ impl<T: Half> DeviceBackward<T> {
         stream: &CudaStream,
     ) -> Result<(), Error> {
         forward.extras.check_rows(backward.problem())?;
-        let address = self.room_address(stream);
         let mut extras = forward.extras.backward_args(&mut self.dsinks);
-        if let Some(program) = &mut extras.program {
-            program.room = address;
-        }
+        give_room(&mut extras.program, &self.room, stream);
         let args = BackwardArgs {
             q: forward.q.input(),
             k: forward.k.input(),
@@ -146,7 +147,6 @@ impl<T: Half> DeviceBackward<T> {
 
     /// The addresses.
     pub fn raw(&mut self, forward: &DeviceForward<T>, stream: &CudaStream) -> RawBackwardArgs {
-        let address = self.room_address(stream);
         RawBackwardArgs {
             q: forward.q.raw(stream),
             k: forward.k.raw(stream),
@@ -161,9 +161,7 @@ impl<T: Half> DeviceBackward<T> {
             extras: {
                 let dsinks = self.dsinks.as_mut().map(|dsinks| dsinks.device_ptr_mut(stream).0);
                 let mut extras = forward.extras.backward_raw(dsinks, stream);
-                if let Some(program) = &mut extras.program {
-                    program.room = address;
-                }
+                give_room(&mut extras.program, &self.room, stream);
                 extras
             },
         }

@@ -60,16 +60,7 @@ impl Case {
 
     /// Reproducible values, roughly normal, for Q, K, V or O, packed `[batch, seqlen, heads, dim]`.
     pub(crate) fn values<T: Half>(&self, i: usize) -> Vec<T> {
-        let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
-        let mut normal = || {
-            let mut sum = 0.0;
-            for _ in 0..4 {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
-            }
-            sum * 3f64.sqrt()
-        };
-        (0..self.shapes()[i].iter().product()).map(|_| T::from_f64(normal())).collect()
+        normals(i, self.shapes()[i])
     }
 
     /// Shapes of Q, K, V and O.
@@ -104,4 +95,18 @@ impl Case {
         assert!(found.passed(), "{self:?}: LSE {found}");
         assert_eq!(output.strays, 0, "{self:?}: written between rows");
     }
+}
+
+/// As many values, roughly normal, as such a tensor has: the same for the same `turn`.
+pub(crate) fn normals<T: Half>(turn: usize, shape: [usize; 4]) -> Vec<T> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(turn as u64 + 1);
+    let mut normal = || {
+        let mut sum = 0.0;
+        for _ in 0..4 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
+        }
+        sum * 3f64.sqrt()
+    };
+    (0..shape.iter().product()).map(|_| T::from_f64(normal())).collect()
 }

@@ -11,6 +11,7 @@ use fa_attn::{
 };
 use fa_cpu::Arguments;
 
+use crate::case::normals;
 use crate::gpu;
 
 /// Tables by distance and by what another array names, a gain for each head, and a bias that no load needs.
@@ -44,16 +45,7 @@ fn problems() -> [(Problem, OwnedExtras); 3] {
 }
 
 fn values(shape: [usize; 4], turn: usize) -> Tensor<bf16> {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(turn as u64 + 1);
-    let mut normal = || {
-        let mut sum = 0.0;
-        for _ in 0..4 {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            sum += (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
-        }
-        bf16::from_f32(sum * 3f32.sqrt())
-    };
-    Tensor::new(shape, (0..shape.iter().product()).map(|_| normal()).collect()).unwrap()
+    Tensor::new(shape, normals(turn, shape)).unwrap()
 }
 
 #[test]

@@ -467,9 +467,9 @@ impl Launches {
             let shape = MapShape::of(&self.tensors[map.tensor].shape, &raw.strides, map);
             TensorMap { tensor: map.name, address: raw.address, shape }
         };
-        let ds_box = self.ds_box.filter(|_| !self.maps.is_empty());
+        let (ds_box, stored) = (self.ds_box.filter(|_| !self.maps.is_empty()), self.stored(at));
         (0..self.maps.len() + usize::from(ds_box.is_some())).map(move |i| {
-            match (self.maps.get(i), ds_box, self.stored(at)) {
+            match (self.maps.get(i), ds_box, stored) {
                 (Some(map), ..) => of_tensor(map),
                 (None, Some(tile), Some((given, stored, own))) => {
                     stored::map(&given, (stored, own), self.scores, tile)
