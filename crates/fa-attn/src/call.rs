@@ -9,12 +9,12 @@ use serde::Serialize;
 
 use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
-use crate::direct::DirectGradients;
 use crate::element::Element;
 use crate::error::Error;
 #[cfg(feature = "reference")]
 use crate::reference;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
+use fa_core::program::DirectGradients;
 
 /// One pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
 #[derive(Debug)]
@@ -189,7 +189,7 @@ impl Call {
         }
         match (&self.implementation, tensors) {
             (Implementation::Gpu(gpu, bound, Some(direct)), Tensors::Backward(tensors)) => {
-                direct.run(tensors, |tensors| T::run(gpu, bound, tensors, launches))
+                crate::direct::run(direct, tensors, |tensors| T::run(gpu, bound, tensors, launches))
             }
             (Implementation::Gpu(gpu, bound, _), tensors) => {
                 T::run(gpu, bound, left(tensors, is_built_in), launches)

@@ -1,178 +1,79 @@
-//! Gradients of a program's arrays that kernels do not sum, of host tensors on a GPU: an array with an
-//! element for each place, which the host gathers, stands for each of their loads, and the host adds up its
-//! gradient.
+//! Gradients of a program's arrays that kernels do not sum ([`DirectGradients`]), of host tensors on a GPU.
 
 use std::time::Duration;
 
-use fa_core::program::{ArrayData, ArrayView, Direct, Inputs, Interned, Places};
-use fa_core::{Pass, Problem};
+use fa_core::program::{ArrayData, ArrayView, DirectGradients, Gathered, Inputs, Places, PosedArray};
 use rayon::prelude::*;
 
 use crate::element::Element;
 use crate::error::Error;
 use crate::tensors::{BackwardTensors, Tensors};
 
-/// The program of a backward with arrays of its own, and what they stand for.
-#[derive(Debug)]
-pub(crate) struct DirectGradients {
-    own: Interned,
-    made: Interned,
-    loads: Vec<Direct>,
-    places: Places,
+/// What stands for each load: a thread for each.
+pub(crate) fn gather(direct: &DirectGradients, inputs: &Inputs<'_>, places: &Places) -> Vec<Gathered> {
+    direct.loads().par_iter().map(|load| direct.gather(load, inputs, places)).collect()
 }
 
-/// The array of the posed program at a slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PosedArray {
-    /// That of the own program at this slot.
-    Own(usize),
-    /// What stands for this load.
-    Gathered(usize),
-}
-
-/// What stands for a load.
-#[derive(Debug)]
-pub(crate) struct Gathered {
-    pub(crate) extents: Vec<usize>,
-    pub(crate) values: Vec<f32>,
-}
-
-impl DirectGradients {
-    /// The problem that a kernel computes in place of `problem`, and what it needs of the host; `None` where
-    /// kernels sum all gradients.
-    pub(crate) fn of(problem: &Problem, pass: Pass) -> Option<(Problem, DirectGradients)> {
-        let own = problem.score.program.filter(|_| pass.is_backward())?;
-        let (made, loads) = own.with_direct_gradients().ok()??;
-        let made = made.intern().ok()?;
-        let posed = problem.with_score(problem.score.with_program(Some(made)));
-        Some((posed, DirectGradients { own, made, loads, places: Places::of(problem) }))
-    }
-
-    /// The program of the problem that it was made of.
-    pub(crate) fn own(&self) -> &Interned {
-        &self.own
-    }
-
-    /// Whether a kernel sums the gradient of the posed program's array at `slot`.
-    pub(crate) fn is_summed(&self, slot: usize) -> bool {
-        self.made.arrays()[slot].gradient
-    }
-
-    /// The slots of the own program's arrays that the host reads.
-    pub(crate) fn read(&self) -> Vec<bool> {
-        self.own.arrays_of(&self.loads)
-    }
-
-    /// The places of a call of these lengths.
-    pub(crate) fn places<F>(&self, extras: &fa_core::Extras<&[i32], F>) -> Places {
-        self.places.clone().with_lengths(extras)
-    }
-
-    /// What stands for each load.
-    pub(crate) fn gather(&self, inputs: &Inputs<'_>, places: &Places) -> Vec<Gathered> {
-        let of = |load| Gathered {
-            extents: places.extents(load),
-            values: self.own.gathered(load, inputs, places),
-        };
-        self.loads.par_iter().map(of).collect()
-    }
-
-    /// What the arrays of the posed program are, in their order.
-    pub(crate) fn arrays(&self) -> impl Iterator<Item = PosedArray> + '_ {
-        let place = |name: &str| self.own.arrays().iter().position(|own| own.name == name);
-        let stands = |name: &str| self.loads.iter().position(|load| load.name == name);
-        self.made.arrays().iter().map(move |decl| match stands(&decl.name) {
-            Some(at) => PosedArray::Gathered(at),
-            None => PosedArray::Own(place(&decl.name).unwrap_or(0)),
+/// Computes `tensors` by `run`, which takes those of the other problem.
+///
+/// # Errors
+/// [`Error::Pass`] for a forward, inputs that are not the program's, and those of `run`.
+pub(crate) fn run<T: Element>(
+    direct: &DirectGradients,
+    tensors: BackwardTensors<'_, T>,
+    run: impl FnOnce(Tensors<'_, T>) -> Result<Duration, Error>,
+) -> Result<Duration, Error> {
+    let of_inputs = |error| Error::Cpu(fa_cpu::CpuError::from(error));
+    let Some(inputs) = tensors.program else { return run(tensors.into()) };
+    inputs.check(direct.own()).map_err(of_inputs)?;
+    let places = direct.places(&tensors.extras);
+    let gathered = gather(direct, inputs, &places);
+    let arrays = direct.arrays().map(|array| match array {
+        PosedArray::Own(slot) => inputs.arrays()[slot],
+        PosedArray::Gathered(at) => {
+            let Gathered { extents, values } = &gathered[at];
+            ArrayView::contiguous(ArrayData::F32(values), extents)
+        }
+    });
+    let posed = Inputs::new(direct.made(), arrays.collect(), inputs.scalars().to_vec()).map_err(of_inputs)?;
+    let mut found = Vec::new();
+    let BackwardTensors { q, k, v, out, lse, dout, dq, dk, dv, dsinks, darrays, extras, .. } = tensors;
+    let time = run(Tensors::Backward(BackwardTensors {
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dq,
+        dk,
+        dv,
+        dsinks,
+        darrays: darrays.is_some().then_some(&mut found),
+        extras,
+        program: Some(&posed),
+    }))?;
+    let Some(darrays) = darrays else { return Ok(time) };
+    let mut take = |array: PosedArray| {
+        let at = direct.arrays().position(|own| own == array)?;
+        found.get_mut(at).map(std::mem::take)
+    };
+    let of_loads: Vec<_> = (0..direct.loads().len()).map(|at| take(PosedArray::Gathered(at))).collect();
+    let slots = direct.own().arrays().iter().enumerate();
+    *darrays = slots
+        .map(|(slot, decl)| {
+            let sums = direct.sums(slot, inputs, &places, |at| of_loads[at].clone());
+            let kept = || take(PosedArray::Own(slot)).filter(|_| decl.gradient);
+            sums.or_else(kept).unwrap_or_default()
         })
-    }
-
-    /// The gradient of the own program's array at `slot` by those of what stands for its loads; `None` where
-    /// none does, or the array has no gradient.
-    pub(crate) fn sums(
-        &self,
-        slot: usize,
-        inputs: &Inputs<'_>,
-        places: &Places,
-        gradient_of: impl Fn(usize) -> Option<Vec<f32>>,
-    ) -> Option<Vec<f32>> {
-        let decl = &self.own.arrays()[slot];
-        let is_own = |load: &Direct| load.array(&self.own) == Some(slot);
-        if !decl.gradient || !self.loads.iter().any(is_own) {
-            return None;
-        }
-        let extents = &inputs.arrays()[slot].extents[..decl.rank];
-        let mut sums = vec![0.0; extents.iter().map(|&extent| extent.max(0) as usize).product()];
-        for (at, load) in self.loads.iter().enumerate().filter(|(_, load)| is_own(load)) {
-            if let Some(gradient) = gradient_of(at) {
-                self.own.scatter(load, inputs, places, &gradient, &mut sums);
-            }
-        }
-        Some(sums.into_iter().map(|sum| sum as f32).collect())
-    }
-
-    /// Computes `tensors` by `run`, which takes those of the other problem.
-    ///
-    /// # Errors
-    /// [`Error::Pass`] for a forward, inputs that are not the program's, and those of `run`.
-    pub(crate) fn run<'a, T: Element>(
-        &self,
-        tensors: BackwardTensors<'a, T>,
-        run: impl FnOnce(Tensors<'_, T>) -> Result<Duration, Error>,
-    ) -> Result<Duration, Error> {
-        let of_inputs = |error| Error::Cpu(fa_cpu::CpuError::from(error));
-        let Some(inputs) = tensors.program else { return run(tensors.into()) };
-        inputs.check(&self.own).map_err(of_inputs)?;
-        let places = self.places(&tensors.extras);
-        let gathered = self.gather(inputs, &places);
-        let arrays = self.arrays().map(|array| match array {
-            PosedArray::Own(slot) => inputs.arrays()[slot],
-            PosedArray::Gathered(at) => {
-                let Gathered { extents, values } = &gathered[at];
-                ArrayView::contiguous(ArrayData::F32(values), extents)
-            }
-        });
-        let posed =
-            Inputs::new(&self.made, arrays.collect(), inputs.scalars().to_vec()).map_err(of_inputs)?;
-        let mut found = Vec::new();
-        let BackwardTensors { q, k, v, out, lse, dout, dq, dk, dv, dsinks, darrays, extras, .. } = tensors;
-        let time = run(Tensors::Backward(BackwardTensors {
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            dq,
-            dk,
-            dv,
-            dsinks,
-            darrays: darrays.is_some().then_some(&mut found),
-            extras,
-            program: Some(&posed),
-        }))?;
-        let Some(darrays) = darrays else { return Ok(time) };
-        let mut take = |array: PosedArray| {
-            let at = self.arrays().position(|own| own == array)?;
-            found.get_mut(at).map(std::mem::take)
-        };
-        let of_loads: Vec<_> = (0..self.loads.len()).map(|at| take(PosedArray::Gathered(at))).collect();
-        let slots = self.own.arrays().iter().enumerate();
-        *darrays = slots
-            .map(|(slot, decl)| {
-                let sums = self.sums(slot, inputs, &places, |at| of_loads[at].clone());
-                let kept = || take(PosedArray::Own(slot)).filter(|_| decl.gradient);
-                sums.or_else(kept).unwrap_or_default()
-            })
-            .collect();
-        Ok(time)
-    }
+        .collect();
+    Ok(time)
 }
 
 #[cfg(test)]
 mod tests {
     use fa_core::program::Program;
-    use fa_core::{Dtype, Lengths, Mask, ScoreMod, Side};
+    use fa_core::{Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side};
     use fa_cpu::Extras;
 
     use super::*;
@@ -235,7 +136,7 @@ mod tests {
         let call = engine.bind(&problem, Pass::BACKWARD).expect("bound");
         let (want_dq, want) = backward(&|tensors| call.run(tensors));
         let other = engine.bind(&posed, Pass::BACKWARD).expect("bound");
-        let (dq, found) = backward(&|tensors| direct.run(tensors, |tensors| other.time(tensors)).map(drop));
+        let (dq, found) = backward(&|tensors| run(&direct, tensors, |tensors| other.time(tensors)).map(drop));
         // Rows of no sequence are not written.
         let same = |a: f32, b: f32| (a - b).abs() <= 1e-4 * (1.0 + b.abs()) || (a.is_nan() && b.is_nan());
         let close = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same(a, b));

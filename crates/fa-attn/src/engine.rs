@@ -12,12 +12,12 @@ use fa_kernels::driver;
 use crate::call::{Call, Implementation};
 use crate::cpu::Cpu;
 use crate::device::{BindOptions, Gpu, Half};
-use crate::direct::DirectGradients;
 use crate::element::Element;
 use crate::error::Error;
 use crate::host;
 use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor};
 use crate::tuning::{Tuning, TuningOutcome};
+use fa_core::program::DirectGradients;
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,10 +1,10 @@
-//! Gradients of a program's arrays that kernels do not sum: an array with an element for each place, which
-//! the host gathers, stands for each of their loads, and the host adds up its gradient.
+//! Gradients of a program's arrays that kernels do not sum ([`DirectGradients`]), of tensors on a GPU.
 
 use candle_core::{Device, Result, Tensor, Var};
-use fa_core::program::{Interned, Places};
+use fa_core::Pass;
+use fa_core::program::{DirectGradients, Gathered, PosedArray};
 
-use crate::error::{Error, refused};
+use crate::error::Error;
 use crate::problem::{Gradients, Posed};
 use crate::programs::ProgramCall;
 use crate::{cpu, cuda};
@@ -15,53 +15,46 @@ pub(crate) fn backward(
     device: &Device,
     run: impl FnOnce(&Posed) -> Result<Gradients>,
 ) -> Result<Gradients> {
-    let Some(own) = &posed.program else { return run(posed) };
-    let Some((made, loads)) = own.program.with_direct_gradients().map_err(refused)? else {
-        return run(posed);
-    };
+    let direct = DirectGradients::of(&posed.problem, Pass::BACKWARD);
+    let (Some(own), Some((problem, direct))) = (&posed.program, direct) else { return run(posed) };
     cuda::check_not_captured(device)?;
     let lengths = cpu::on_host(&posed.lengths())?;
-    let places = Places::of(&posed.problem).with_lengths(&lengths.view());
-    let made: Interned = made.intern().map_err(Error::from)?;
+    let places = direct.places(&lengths.view());
     let arrays = own.arrays.iter().map(|array| array.to_device(&Device::Cpu));
     let host = ProgramCall { arrays: arrays.collect::<Result<_>>()?, ..own.clone() };
     let locked = cpu::lock(&host);
     let inputs = cpu::program_inputs(&host, &locked)?;
     let tracked: Vec<usize> = own.tracked().collect();
-    let slot = |name: &str| own.program.arrays().iter().position(|array| array.name == name);
-    let arrays = made.arrays().iter().map(|decl| {
-        let Some(load) = loads.iter().find(|load| load.name == decl.name) else {
-            return slot(&decl.name).map(|slot| own.arrays[slot].clone()).ok_or(Error::NoForward.into());
-        };
-        let gathered = own.program.gathered(load, &inputs, &places);
-        let gathered = Tensor::from_vec(gathered, places.extents(load), device)?;
-        // What candle differentiates gets its gradient.
-        let is_wanted = load.array(&own.program).is_some_and(|slot| tracked.contains(&slot));
-        if is_wanted { Ok(Var::from_tensor(&gathered)?.into_inner()) } else { Ok(gathered) }
+    let arrays = direct.arrays().map(|array| match array {
+        PosedArray::Own(slot) => Ok(own.arrays[slot].clone()),
+        PosedArray::Gathered(at) => {
+            let load = &direct.loads()[at];
+            let Gathered { extents, values } = direct.gather(load, &inputs, &places);
+            let gathered = Tensor::from_vec(values, extents, device)?;
+            // What candle differentiates gets its gradient.
+            let is_wanted = load.array(&own.program).is_some_and(|slot| tracked.contains(&slot));
+            if is_wanted { Ok(Var::from_tensor(&gathered)?.into_inner()) } else { Ok(gathered) }
+        }
     });
-    let call =
-        ProgramCall { program: made, arrays: arrays.collect::<Result<_>>()?, scalars: own.scalars.clone() };
-    let names: Vec<&str> = call.tracked().map(|slot| made.get().arrays()[slot].name.as_str()).collect();
-    let problem = posed.problem.with_score(posed.problem.score.with_program(Some(made)));
-    let found = run(&Posed { problem, program: Some(call.clone()), ..posed.clone() })?;
-    let of = |name: &str| names.iter().position(|own| *own == name).and_then(|at| found.arrays.get(at));
-    let mut summed = Vec::with_capacity(tracked.len());
-    for slot in tracked {
-        let (array, name) = (&own.arrays[slot], &own.program.arrays()[slot].name);
-        if let Some(gradient) = of(name) {
-            summed.push(gradient.clone());
-            continue;
+    let arrays = arrays.collect::<Result<_>>()?;
+    let call = ProgramCall { program: *direct.made(), arrays, scalars: own.scalars.clone() };
+    let given: Vec<PosedArray> = direct.arrays().collect();
+    let given: Vec<PosedArray> = call.tracked().map(|slot| given[slot]).collect();
+    let found = run(&Posed { problem, program: Some(call), ..posed.clone() })?;
+    let of = |array: PosedArray| given.iter().position(|own| *own == array).map(|at| &found.arrays[at]);
+    let on_host = |at: usize| -> Result<Option<Vec<f32>>> {
+        let gradient = of(PosedArray::Gathered(at)).map(|own| own.to_device(&Device::Cpu));
+        gradient.map(|own| own?.flatten_all()?.to_vec1()).transpose()
+    };
+    let of_loads: Vec<Option<Vec<f32>>> = (0..direct.loads().len()).map(on_host).collect::<Result<_>>()?;
+    let summed = tracked.into_iter().map(|slot| {
+        if let Some(gradient) = of(PosedArray::Own(slot)) {
+            return Ok(gradient.clone());
         }
-        let mut sums = vec![0f64; array.elem_count()];
-        for load in loads.iter().filter(|load| load.array(&own.program) == Some(slot)) {
-            let gradient = of(&load.name).ok_or(Error::NoForward)?;
-            let gradient = gradient.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
-            own.program.scatter(load, &inputs, &places, &gradient, &mut sums);
-        }
-        let sums: Vec<f32> = sums.into_iter().map(|sum| sum as f32).collect();
-        summed.push(Tensor::from_vec(sums, array.shape(), device)?);
-    }
-    Ok(Gradients { arrays: summed, ..found })
+        let sums = direct.sums(slot, &inputs, &places, |at| of_loads[at].clone()).ok_or(Error::NoForward)?;
+        Tensor::from_vec(sums, own.arrays[slot].shape(), device)
+    });
+    Ok(Gradients { arrays: summed.collect::<Result<_>>()?, ..found })
 }
 
 #[cfg(test)]

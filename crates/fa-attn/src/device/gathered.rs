@@ -4,7 +4,10 @@
 
 use std::sync::Arc;
 
-use fa_core::program::{ArrayData, ArrayView, MAX_RANK, OwnedArray, OwnedData, OwnedInputs, Type, Value};
+use fa_core::program::{
+    ArrayData, ArrayView, DirectGradients, Gathered, MAX_RANK, OwnedArray, OwnedData, OwnedInputs,
+    PosedArray, Type, Value,
+};
 use fa_core::{Pass, Problem};
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
@@ -18,7 +21,7 @@ use super::forward::DeviceForward;
 use super::gpu::Gpu;
 use super::half::Half;
 use super::tensor::doing;
-use crate::direct::{DirectGradients, Gathered, PosedArray};
+use crate::direct::gather;
 use crate::error::Error;
 
 /// A backward whose program reads arrays with gradients twice, or at other indices than `b`, `h` or `hk`, `q`
@@ -83,9 +86,7 @@ impl GatheredBackward {
         let host = on_host(program, &self.direct, stream)?;
         let inputs = host.view(own).map_err(fa_cpu::CpuError::from)?;
         let places = self.direct.places(&lengths.view());
-        let made: Vec<(Gathered, CudaSlice<f32>)> = self
-            .direct
-            .gather(&inputs, &places)
+        let made: Vec<(Gathered, CudaSlice<f32>)> = gather(&self.direct, &inputs, &places)
             .into_iter()
             .map(|gathered| {
                 let values = super::extras::copy(stream, &gathered.values)?;
