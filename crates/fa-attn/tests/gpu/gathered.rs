@@ -131,18 +131,20 @@ fn check((problem, extras): (Problem, OwnedExtras)) {
     for ((own, of_host), want) in found.iter().zip([&host.dq, &host.dk, &host.dv]).zip(wanted) {
         let floats = |all: &[bf16]| all.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
         let (own, of_host, want) = (floats(own), floats(&of_host.data), floats(&want.data));
+        let most = largest(&want);
         for ((&own, &of_host), &exact) in own.iter().zip(&of_host).zip(&want) {
-            close("device", own, exact, largest(&want));
-            close("host", of_host, exact, largest(&want));
+            close("device", own, exact, most);
+            close("host", of_host, exact, most);
         }
     }
     let own = &tensors.extras.program.as_ref().unwrap().gradients;
     for ((own, of_host), want) in own.iter().zip(&host_arrays).zip(&want_arrays) {
         let own = own.as_ref().map(|own| own.read(stream).unwrap()).unwrap_or_default();
         assert_eq!((own.len(), of_host.len()), (want.len(), want.len()));
+        let most = largest(want);
         for ((&own, &of_host), &exact) in own.iter().zip(of_host).zip(want) {
-            close("an array in device memory", own, exact, largest(want));
-            close("an array of the host", of_host, exact, largest(want));
+            close("an array in device memory", own, exact, most);
+            close("an array of the host", of_host, exact, most);
         }
     }
 
