@@ -159,8 +159,16 @@ def masking(name: str, array: Any, extents: Optional[Extents]) -> Modifications:
         return Modifications()
     bits = face.packed_bits(array)
     own = f"fa_{name}_bits"
-    text = f"array {own}: bits[_, _, _, _];\nmask = {own}[b, h, q, k];"
+    text = f"array {own}: bits[_, _, _, _];\nmask = {own}[{_places(array, extents)}];"
     return Modifications((text,), (own,), (bits,))
+
+
+def _places(array: Any, extents: Optional[Extents]) -> str:
+    """The indices of an array that is broadcast to the extents: 0 along an axis that all of several share, so
+    that kernels look at a mask once for all heads, sequences or queries."""
+    needs = extents or (1,) * 4
+    shared = (have == 1 and need > 1 for have, need in zip(array.shape[:3], needs))
+    return ", ".join("0" if is_shared else name for name, is_shared in zip("bhq", shared)) + ", k"
 
 
 def chunked(chunk: int) -> Modifications:

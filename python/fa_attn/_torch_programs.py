@@ -341,7 +341,8 @@ def packed_bits(mask):
         # vmap does not see bytes as words.
         weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
         return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    # Made where they are needed: a graph captures no copy from the host.
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 

@@ -124,8 +124,8 @@ struct Term {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
-    /// Other than 0 where a key is visible.
-    Mask,
+    /// Other than 0 where a key is visible; which of its first three axes all of several share.
+    Mask([bool; 3]),
     /// A mask that is added.
     Added(BiasElement),
     Bias(BiasElement, bool),
@@ -135,7 +135,7 @@ enum Kind {
 impl Kind {
     fn name(self) -> &'static str {
         match self {
-            Kind::Mask | Kind::Added(_) => "fa_mask",
+            Kind::Mask(_) | Kind::Added(_) => "fa_mask",
             Kind::Bias(..) => "fa_bias",
             Kind::Dropout => Dropout::BITS,
         }
@@ -143,7 +143,12 @@ impl Kind {
 
     fn text(self) -> String {
         match self {
-            Kind::Mask => "array fa_mask: bool[_, _, _, _]; mask = fa_mask[b, h, q, k];".to_owned(),
+            // Kernels look at a mask once for all heads, sequences or queries that share it.
+            Kind::Mask(shared) => {
+                let at = |axis: usize, name: &'static str| if shared[axis] { "0" } else { name };
+                let [b, h, q] = [at(0, "b"), at(1, "h"), at(2, "q")];
+                format!("array fa_mask: bool[_, _, _, _]; mask = fa_mask[{b}, {h}, {q}, k];")
+            }
             Kind::Added(element) => {
                 let element = element.element().name();
                 format!("array fa_mask: {element}[_, _, _, _]; score = s + fa_mask[b, h, q, k];")
@@ -162,7 +167,8 @@ impl Term {
         }
         let tensor = broadcast("mask", mask, shape, q)?;
         if tensor.dtype() == DType::U8 {
-            return Ok(Term { kind: Kind::Mask, tensor });
+            let shared = std::array::from_fn(|axis| tensor.dims()[axis] == 1 && shape[axis] > 1);
+            return Ok(Term { kind: Kind::Mask(shared), tensor });
         }
         let need = "u8, 0 where a key is hidden, as comparisons are, or a float type, which is added";
         let (element, tensor) = floats("mask", tensor, need)?;
