@@ -188,7 +188,7 @@ pub struct Addresses<'a> {
 }
 
 /// The most bytes of a room that a call asks for: beyond them the gradient is computed anew.
-const MOST_ROOM: usize = 2 << 30;
+const MOST_ROOM: usize = 4 << 30;
 
 /// The launches of a pass for one problem.
 #[derive(Clone, Debug, PartialEq)]
