@@ -193,10 +193,21 @@ def _copies_of_shapes(group, x, shapes):
     return copies_of(group, x, sum(shape.numel() * x.element_size() + 1024 for shape in shapes))
 
 
+def is_trained(*tensors):
+    """Whether a call is of a step of training."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def gains(q, k, v, group, options):
-    """Whether attention by heads is faster than a gather and a ring, where all compute a call: a step of
-    training, since its backward sums and merges nothing. Of a window's keys a gather moves less."""
+    """Whether attention by heads is faster than a gather and a ring, where all compute a call that the ranks
+    have agreed on: a step of training, since its backward sums and merges nothing. Of a window's keys a
+    gather moves less."""
     world = dist.get_world_size(group)
-    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     is_dealt = all(x.shape[2] % world == 0 for x in (q, k, v))
-    return q.is_cuda and is_trained and is_dealt and options.left < 0 and q.shape[1] * world >= _ROWS_BY_HEADS
+    if not q.is_cuda or not is_dealt or not is_trained(q, k, v):
+        return False
+    if options.left >= 0 or q.shape[1] * world < _ROWS_BY_HEADS:
+        return False
+    # Without copies only where it moves no more than a gather, with its sums in float32.
+    moves_less = q.shape[2] + k.shape[2] <= 2 * world * k.shape[2]
+    return moves_less or copies_for(group, q, k, v) is not None

@@ -55,7 +55,7 @@ from ._sharded import (
 )
 from ._sharded_decode import decode_attention
 from ._sharded_flex import flex_over_ranks
-from ._sharded_heads import ByHeads, copies_for, gains
+from ._sharded_heads import ByHeads, copies_for, gains, is_trained
 from ._sharded_hybrid import (
     EXTRACT_FUNC_DICT,
     AsyncLongContextAttention,
@@ -209,22 +209,24 @@ def attention(
     drops = dropout_p != 0.0 or rng_state is not None
     beyond = _beyond_ring(alibi_slopes, sinks, stages, drops, modifications)
     by_rows = [name for name, is_given in (("return_lse", return_lse), ("seqlen", seqlen)) if is_given]
+    if scheme in ("ring", "ulysses") and beyond:
+        raise UnsupportedError(f"{', '.join(beyond)} with scheme {scheme!r}: use 'gather'")
+    if scheme == "ulysses" and by_rows:
+        raise UnsupportedError(f"{', '.join(by_rows)} with scheme 'ulysses': use 'gather'")
+    asked = scheme or (cp_comm_type, return_lse, is_trained(q, k, v))
+    agreed(group, q, k, v, layout, stages, asked, seqlen, options, *drop, *sorted(modifications))
+    # By what all ranks have agreed on: they choose alike.
     if scheme is None and (beyond or cp_comm_type == "all_gather"):
         scheme = "gather"
     elif scheme is None:
         is_by_heads = not by_rows and cp_comm_type is None and gains(q, k, v, group, options)
         scheme = "ulysses" if is_by_heads else "ring" if pays(q, k, options) else "gather"
-    elif scheme != "gather" and beyond:
-        raise UnsupportedError(f"{', '.join(beyond)} with scheme {scheme!r}: use 'gather'")
     if scheme == "ulysses":
-        if by_rows:
-            raise UnsupportedError(f"{', '.join(by_rows)} with scheme 'ulysses': use 'gather'")
         numbers = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
         return ulysses_attention(q, k, v, group=group, layout=layout, deterministic=deterministic, **numbers)
     if torch.compiler.is_compiling() and not drops and not modifications and not _needs_program(options):
         out, lse = over_ranks(q, k, v, group, layout, scheme, stages, seqlen, options)
         return (out, lse) if return_lse else out
-    agreed(group, q, k, v, layout, stages, scheme, seqlen, options, *drop, *sorted(modifications))
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
     if scheme == "ring":
         out, lse = Ring.apply(q, k, v, PASSES, group, dealing, options)
