@@ -208,7 +208,7 @@ def attention(
         raise InputError(f"scheme is {scheme!r}: it must be one of {', '.join(_SCHEMES)}")
     drops = dropout_p != 0.0 or rng_state is not None
     beyond = _beyond_ring(alibi_slopes, sinks, stages, drops, modifications)
-    by_rows = [name for name, is_given in (("return_lse", return_lse), ("seqlen", seqlen)) if is_given]
+    by_rows = [name for name, x in (("return_lse", return_lse or None), ("seqlen", seqlen)) if x is not None]
     if scheme in ("ring", "ulysses") and beyond:
         raise UnsupportedError(f"{', '.join(beyond)} with scheme {scheme!r}: use 'gather'")
     if scheme == "ulysses" and by_rows:
