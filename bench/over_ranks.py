@@ -1,5 +1,5 @@
 """Causal attention over the GPUs of one host: `fa_attn.distributed` by the scheme that it chooses and by each
-of two, beside torch's `context_parallel` and, where it is installed, ring-flash-attention's zigzag function
+of three, beside torch's `context_parallel` and, where it is installed, ring-flash-attention's zigzag function
 (on whatever `flash_attn` is, as python/shim), each as a share of one GPU that computes all of it by the same
 library in the same run. The multicast of NVSwitch stays off, as for `fa dist bench`.
 
@@ -125,6 +125,7 @@ LIBRARIES = (
     ("fa", ours),
     ("fa gather", partial(ours, scheme="gather")),
     ("fa ring", partial(ours, scheme="ring")),
+    ("fa ulysses", partial(ours, scheme="ulysses")),
     ("ring_flash_attn", rings),
     ("torch", torchs),
 )

@@ -73,6 +73,12 @@ class Dealing:
             chunks.update(zip(self.owned[rank], part.narrow(dim, 0, sum(lengths)).split(lengths, dim)))
         return [chunks[chunk] for chunk in sorted(chunks)]
 
+    def is_in_order(self, batch):
+        """Whether the rows of all ranks, one after the other, are those of the sequence. `batch`: the axes of
+        tensors before the rows."""
+        counts = {self.count(rank) for rank in range(len(self.owned))}
+        return math.prod(batch) == 1 and len(counts) == 1 and all(len(own) == 1 for own in self.owned)
+
     def of_rank(self, tensor, rank, dim):
         """A rank's rows of the whole."""
         own = [tensor.narrow(dim, first, end - first) for first, end in self.spans(rank)]
@@ -225,6 +231,8 @@ class Gathered:
             raise InputError(f"stages is {stages}: it must divide the {heads} K/V heads")
         size = heads // stages
         self.stages = [slice(stage * size, (stage + 1) * size) for stage in range(stages)]
+        # Each is then gathered to where it belongs.
+        self.is_in_order = stages == 1 and dealing.is_in_order(k.shape[:-3])
 
     def __iter__(self):
         pending = self._start(self.stages[0])
@@ -232,15 +240,26 @@ class Gathered:
             work, parts = pending
             if following is not None:
                 pending = self._start(following)
-            finished(work, self.k, self.group)
-            yield heads, *self._whole(parts, heads.stop - heads.start)
+            for one in work:
+                finished(one, self.k, self.group)
+            yield heads, *(parts if self.is_in_order else self._whole(parts, heads.stop - heads.start))
 
     def _start(self, heads):
-        """Begins to gather K and V in one transfer: each has a latency of its own."""
+        """Begins to gather K and V, in one transfer where they are to be put in order anyway: each has a
+        latency of its own."""
+        if self.is_in_order:
+            works, parts = [], []
+            for x in (self.k, self.v):
+                own = x.contiguous()
+                part = own.new_empty((*x.shape[:-3], self.world * x.shape[-3], *x.shape[-2:]))
+                flat = part.view(-1), own.view(-1)
+                works.append(dist.all_gather_into_tensor(*flat, group=self.group, async_op=True))
+                parts.append(part)
+            return works, parts
         own = [self.dealing.padded(x[..., heads, :], -3).reshape(-1) for x in (self.k, self.v)]
         own = torch.cat(own)
         parts = own.new_empty(self.world * len(own))
-        return dist.all_gather_into_tensor(parts, own, group=self.group, async_op=True), parts
+        return [dist.all_gather_into_tensor(parts, own, group=self.group, async_op=True)], parts
 
     def _whole(self, parts, heads):
         """K and V of all ranks, in the order of the sequence."""
@@ -255,43 +274,126 @@ class Gathered:
 def summed(total, group, dealing):
     """This rank's rows of the sum over ranks, in the order of the ranks, by float32."""
     world, rank = place(group)
-    sends = [dealing.padded(dealing.of_rank(total, other, -3), -3) for other in range(world)]
-    sends = torch.stack(sends)
+    if dealing.is_in_order(total.shape[:-3]):
+        sends = total.view(world, *total.shape[:-3], dealing.most, *total.shape[-2:])
+    else:
+        sends = [dealing.padded(dealing.of_rank(total, other, -3), -3) for other in range(world)]
+        sends = torch.stack(sends)
     parts = torch.empty_like(sends)
     transferred("all_to_all_single", parts, sends, group=group)
-    result = parts[0].clone()
+    result = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         result += part
     return result.narrow(-3, 0, dealing.count(rank))
 
 
+def spans_of(dealing, rank):
+    """For each chunk of a rank its rows among the rank's own, and the first in the sequence."""
+    spans, at = [], 0
+    for first, end in dealing.spans(rank):
+        spans.append((slice(at, at + end - first), first))
+        at += end - first
+    return spans
+
+
+def parts_of(spans, rows, options):
+    """For each chunk of this rank its rows, the keys of all ranks that they see, no lengths, and the mask,
+    the longest first."""
+    parts = []
+    for own, first in reversed(spans):
+        seen, mask = options.seen(first, first + own.stop - own.start, rows)
+        parts.append((own, seen, (), mask))
+    return parts
+
+
+def in_parts(q, k, v, passes, parts, group, dealing, stages, options):
+    """(out, lse) of parts of this rank's rows, each over some of the rows of all ranks."""
+    ratio = q.shape[-2] // k.shape[-2]
+    *batch, rows_q, heads_q, _ = q.shape
+    out = lse = None
+    is_one = _is_one(parts, stages, rows_q)
+    if not is_one:
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        lse = torch.empty(*batch, heads_q, rows_q, dtype=torch.float32, device=q.device)
+    for heads, keys, values in Gathered(k, v, group, dealing, stages):
+        of = slice(heads.start * ratio, heads.stop * ratio)
+        for rows, seen, lengths, mask in parts:
+            part, part_lse, _ = passes[0](
+                q[..., rows, of, :],
+                keys[..., seen, :, :],
+                values[..., seen, :, :],
+                *lengths,
+                return_attn_probs=True,
+                **options.common,
+                **options.of(of),
+                **mask,
+            )
+            if is_one:
+                out, lse = part, part_lse
+            else:
+                out[..., rows, of, :], lse[..., of, rows] = part, part_lse
+    return out, lse
+
+
+def _is_one(parts, stages, count):
+    """Whether one part has all heads of all rows, `count` of them, in their order."""
+    if stages != 1 or len(parts) != 1:
+        return False
+    rows = parts[0][0]
+    return isinstance(rows, slice) and rows.indices(count) == (0, count, 1)
+
+
+def in_parts_backward(dout, dlse, q, k, v, out, lse, passes, parts, group, dealing, stages, options):
+    """(dq, dk, dv, dsinks) of `in_parts`. Gathers again: nothing of other ranks is kept."""
+    ratio = q.shape[-2] // k.shape[-2]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
+    is_one = _is_one(parts, stages, q.shape[-3])
+    for heads, keys, values in Gathered(k, v, group, dealing, stages):
+        of = slice(heads.start * ratio, heads.stop * ratio)
+        # Of one part the sums are what its kernel writes.
+        kind = torch.float32 if len(parts) > 1 else k.dtype
+        sums = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in (keys, values)]
+        for rows, seen, lengths, mask in parts:
+            made = passes[1](
+                dout[..., rows, of, :],
+                q[..., rows, of, :],
+                keys[..., seen, :, :],
+                values[..., seen, :, :],
+                out[..., rows, of, :],
+                lse[..., of, rows].contiguous(),
+                *lengths,
+                dlse=None if dlse is None else dlse[..., of, rows].contiguous(),
+                **options.backward,
+                **options.of(of),
+                **mask,
+            )
+            if is_one:
+                dq = made[0]
+            else:
+                dq[..., rows, of, :] = made[0]
+            for total, part in zip(sums, made[1:]):
+                if len(parts) == 1:
+                    total[..., seen, :, :] = part
+                else:
+                    total[..., seen, :, :] += part
+            if dsinks is not None:
+                dsinks[of] += made[3]
+        for to, total in zip((dk, dv), sums):
+            to[..., heads, :] = summed(total, group, dealing)
+    return dq, dk, dv, dsinks
+
+
 class InParts(torch.autograd.Function):
-    """Parts of this rank's rows, each over some of the rows of all ranks. Gathers again in the backward:
-    nothing of other ranks is kept. `passes`: the functions of the forward and the backward; `parts`: for each
+    """`in_parts` with gradients. `passes`: the functions of the forward and the backward; `parts`: for each
     its rows, the rows that they see, the lengths that the functions take, and the mask."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, passes, parts, group, dealing, stages, options):
-        ratio = q.shape[-2] // k.shape[-2]
-        *batch, rows_q, heads_q, _ = q.shape
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-        lse = torch.empty(*batch, heads_q, rows_q, dtype=torch.float32, device=q.device)
-        for heads, keys, values in Gathered(k, v, group, dealing, stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            for rows, seen, lengths, mask in parts:
-                part, part_lse, _ = passes[0](
-                    q[..., rows, of, :],
-                    keys[..., seen, :, :],
-                    values[..., seen, :, :],
-                    *lengths,
-                    return_attn_probs=True,
-                    **options.common,
-                    **options.of(of),
-                    **mask,
-                )
-                out[..., rows, of, :], lse[..., of, rows] = part, part_lse
-        ctx.save_for_backward(q, k, v, out, lse)
         ctx.given = (passes, parts, group, dealing, stages, options)
+        out, lse = in_parts(q, k, v, *ctx.given)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -299,37 +401,8 @@ class InParts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @telling(lambda ctx: ctx.given[2])
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        passes, parts, group, dealing, stages, options = ctx.given
-        ratio = q.shape[-2] // k.shape[-2]
-        dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        for heads, keys, values in Gathered(k, v, group, dealing, stages):
-            of = slice(heads.start * ratio, heads.stop * ratio)
-            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys, values)]
-            for rows, seen, lengths, mask in parts:
-                made = passes[1](
-                    dout[..., rows, of, :],
-                    q[..., rows, of, :],
-                    keys[..., seen, :, :],
-                    values[..., seen, :, :],
-                    out[..., rows, of, :],
-                    lse[..., of, rows].contiguous(),
-                    *lengths,
-                    dlse=None if dlse is None else dlse[..., of, rows].contiguous(),
-                    **options.backward,
-                    **options.of(of),
-                    **mask,
-                )
-                dq[..., rows, of, :] = made[0]
-                for total, part in zip(sums, made[1:]):
-                    total[..., seen, :, :] += part
-                if dsinks is not None:
-                    dsinks[of] += made[3]
-            for to, total in zip((dk, dv), sums):
-                to[..., heads, :] = summed(total, group, dealing)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None
+        gradients = in_parts_backward(dout, dlse, *ctx.saved_tensors, *ctx.given)
+        return *gradients, None, None, None, None, None, None
 
 
 def stacked(function, axis):

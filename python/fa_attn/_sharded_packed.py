@@ -37,6 +37,9 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
 
 _PASSES = (flash_attn_varlen_func, flash_attn_varlen_backward)
 
+# Bytes of K and V of all ranks that are gathered in one transfer, which is faster than several.
+_AT_ONCE = 1 << 29
+
 
 def _mask(options):
     return dict(causal=options.causal, window_size=(options.left, options.right))
@@ -127,13 +130,15 @@ def llama3_flash_attn_varlen_func(
 ):
     """ring-flash-attention's function for packed sequences: q (rows, heads_q, head_dim), k and v (rows,
     heads_kv, head_dim) are this rank's share of the packed rows; the lengths come from
-    `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride`: K/V heads that are gathered at a time.
-    `softcap`: as of `flash_attn_func`."""
+    `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride`: K/V heads that are gathered at a time,
+    where all of them would take more than half a GiB. `softcap`: as of `flash_attn_func`."""
     check(dropout_p, q=(q, 3), k=(k, 3), v=(v, 3))
     if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
         raise InputError(f"heads_k_stride is {heads_k_stride}: it must divide the {k.shape[1]} K/V heads")
     options = _options(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes, q)
     stages = k.shape[1] // heads_k_stride
+    if place(group)[0] * (k.numel() * k.element_size() + v.numel() * v.element_size()) <= _AT_ONCE:
+        stages = 1
     agree(group, q, k, v, stages, options)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     parts = [(slice(None), local_k_slice, lengths)]

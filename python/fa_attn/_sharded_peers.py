@@ -45,7 +45,7 @@ class _Watch:
         self.group, self.why = weakref.ref(group), None
         self.store = dist.distributed_c10d._get_default_store()
         self.key = f"fa_attn/lost/{group.group_name}"
-        self.thread = None
+        self.thread = self.copies = None
 
     def look(self):
         """Whether a rank has failed, by what it left."""
@@ -75,7 +75,14 @@ class _Watch:
             if group is None:
                 return
             try:
+                if self.copies is not None and self.why is None:
+                    self.why = self.copies.look()
+                    if self.why is not None:
+                        self.copies.release()
+                        return
                 if self.look():
+                    if self.copies is not None:
+                        self.copies.release()
                     group.abort()
                     return
             except RuntimeError:
@@ -97,6 +104,18 @@ def _watch(group):
     if found is None:
         found = _watches[group] = _Watch(group)
     return found
+
+
+def watched(group, copies):
+    """Has what a group copies by end its waits where a rank is lost."""
+    watch = _watch(group)
+    watch.copies = copies
+    watch.watch()
+
+
+def in_step(group):
+    """Refuses where a rank of the group is known to be lost."""
+    _watch(group).refuse()
 
 
 def lost(group, error):
@@ -193,7 +212,7 @@ def _is_slow(device):
     return device.type == "cuda"
 
 
-def _texts(group, own, device, waits=True):
+def texts_of(group, own, device, waits=True):
     """The texts of all ranks, of as many bytes on each. On GPUs they go through the store of the process
     group, by the host alone, and a rank that does not wait leaves its own there."""
     world, rank = place(group)
@@ -237,7 +256,7 @@ def agree(group, *given):
     if is_slow and digest in known:
         known.move_to_end(digest)
         return watch, known, digest
-    for other, theirs in enumerate(_texts(group, _text_of(text, digest), device)):
+    for other, theirs in enumerate(texts_of(group, _text_of(text, digest), device)):
         shown = theirs[:_TEXT].rstrip(b"\0").decode(errors="ignore")
         if theirs[_TEXT:] == _FAILED:
             raise InputError(f"rank {other} of the group fails before the call of this rank, {rank}: {shown}")
@@ -311,4 +330,4 @@ def _tell(signature, args, options, error):
         # Whatever is wrong with the arguments or the group, no other rank waits here.
         return
     text = f"{type(error).__name__}: {error}"
-    _texts(group, _text_of(text, _FAILED), torch.device("cuda" if is_nccl else "cpu"), waits=False)
+    texts_of(group, _text_of(text, _FAILED), torch.device("cuda" if is_nccl else "cpu"), waits=False)

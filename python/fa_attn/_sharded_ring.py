@@ -166,28 +166,70 @@ def _merged(q, v, parts):
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
+def ring(q, k, v, passes, group, dealing, options):
+    """(out, lse) of this rank's rows. `passes`: the functions of the forward and the backward."""
+    passed = _Passed(k, v, group, dealing)
+    parts = []
+    for owner, keys, values in _each(passed, k, v):
+        for rows, seen, mask in calls(options, dealing, passed.rank, owner):
+            out, lse, _ = passes[0](
+                q[:, rows],
+                keys[:, seen],
+                values[:, seen],
+                return_attn_probs=True,
+                **options.common,
+                **mask,
+            )
+            parts.append((rows, out, lse))
+    return _merged(q, v, parts)
+
+
+def ring_backward(dout, dlse, q, k, v, out, lse, passes, group, dealing, options):
+    """(dq, dk, dv) of `ring`. Passes K and V on again: nothing of other ranks is kept."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    passed, pending = _Passed(k, v, group, dealing), None
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for owner, keys, values in _each(passed, k, v):
+        made = []
+        for rows, seen, mask in calls(options, dealing, passed.rank, owner):
+            gradients = passes[1](
+                dout[:, rows],
+                q[:, rows],
+                keys[:, seen],
+                values[:, seen],
+                out[:, rows],
+                lse[..., rows].contiguous(),
+                dlse=None if dlse is None else dlse[..., rows].contiguous(),
+                **options.backward,
+                **mask,
+            )
+            dq[:, rows] += gradients[0]
+            made.append((seen, gradients[1:]))
+        # Sums of ranks before this one come while those of this one are computed.
+        if pending is None:
+            count = sum(map(math.prod, passed.shapes))
+            memory = torch.zeros(count, dtype=torch.float32, device=q.device)
+        else:
+            memory = passed.arrived(pending)
+        for seen, gradients in made:
+            for total, part in zip(passed.views(memory, owner), gradients):
+                total[:, seen] += part
+        if passed.world > 1:
+            pending = passed.sent(memory)
+    if pending is not None:
+        memory = passed.arrived(pending)
+    dk, dv = (total.to(x.dtype) for total, x in zip(passed.views(memory, passed.rank), (k, v)))
+    return dq.to(q.dtype), dk, dv
+
+
 class Ring(torch.autograd.Function):
-    """(out, lse) of this rank's rows. Passes K and V on again in the backward: nothing of other ranks is
-    kept. `passes`: the functions of the forward and the backward."""
+    """`ring` with gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, passes, group, dealing, options):
-        passed = _Passed(k, v, group, dealing)
-        parts = []
-        for owner, keys, values in _each(passed, k, v):
-            for rows, seen, mask in calls(options, dealing, passed.rank, owner):
-                out, lse, _ = passes[0](
-                    q[:, rows],
-                    keys[:, seen],
-                    values[:, seen],
-                    return_attn_probs=True,
-                    **options.common,
-                    **mask,
-                )
-                parts.append((rows, out, lse))
-        out, lse = _merged(q, v, parts)
-        ctx.save_for_backward(q, k, v, out, lse)
         ctx.given = (passes, group, dealing, options)
+        out, lse = ring(q, k, v, *ctx.given)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -195,39 +237,4 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     @telling(lambda ctx: ctx.given[1])
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        passes, group, dealing, options = ctx.given
-        dout = torch.zeros_like(out) if dout is None else dout
-        passed, pending = _Passed(k, v, group, dealing), None
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        for owner, keys, values in _each(passed, k, v):
-            made = []
-            for rows, seen, mask in calls(options, dealing, passed.rank, owner):
-                gradients = passes[1](
-                    dout[:, rows],
-                    q[:, rows],
-                    keys[:, seen],
-                    values[:, seen],
-                    out[:, rows],
-                    lse[..., rows].contiguous(),
-                    dlse=None if dlse is None else dlse[..., rows].contiguous(),
-                    **options.backward,
-                    **mask,
-                )
-                dq[:, rows] += gradients[0]
-                made.append((seen, gradients[1:]))
-            # Sums of ranks before this one come while those of this one are computed.
-            if pending is None:
-                count = sum(map(math.prod, passed.shapes))
-                memory = torch.zeros(count, dtype=torch.float32, device=q.device)
-            else:
-                memory = passed.arrived(pending)
-            for seen, gradients in made:
-                for total, part in zip(passed.views(memory, owner), gradients):
-                    total[:, seen] += part
-            if passed.world > 1:
-                pending = passed.sent(memory)
-        if pending is not None:
-            memory = passed.arrived(pending)
-        dk, dv = (total.to(x.dtype) for total, x in zip(passed.views(memory, passed.rank), (k, v)))
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return *ring_backward(dout, dlse, *ctx.saved_tensors, *ctx.given), None, None, None, None

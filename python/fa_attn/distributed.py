@@ -7,7 +7,8 @@ NCCL on GPUs, gloo on CPUs.
 - `attention`: keys and values are gathered, in stages those of some heads while others are computed; nothing
   is merged: a rank's rows are computed as on one GPU. Gradients of K and V are summed in float32. Or they
   travel in a ring, those of one rank while others are attended to, and results are merged.
-- `ulysses_attention`: an exchange turns shards of rows into shards of heads.
+- `ulysses_attention`: an exchange turns shards of rows into shards of heads; between GPUs of one host by
+  copies that need no SM.
 - `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `stripe_flash_attn_func`, those of packed sequences
   (`zigzag_ring_flash_attn_varlen_func`, `llama3_flash_attn_varlen_func`) and their relatives: the names and
@@ -45,13 +46,16 @@ from ._sharded import (
     chunk_length,
     dealt,
     of_rows,
+    parts_of,
     positions,
     shard,
+    spans_of,
     stacked,
     unshard,
 )
 from ._sharded_decode import decode_attention
 from ._sharded_flex import flex_over_ranks
+from ._sharded_heads import ByHeads, copies_for, gains, is_trained
 from ._sharded_hybrid import (
     EXTRACT_FUNC_DICT,
     AsyncLongContextAttention,
@@ -64,6 +68,7 @@ from ._sharded_hybrid import (
     stripe_extract_local,
     zigzag_extract_local,
 )
+from ._sharded_operators import PASSES, agreed, by_heads, exchange, over_ranks
 from ._sharded_packed import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -83,7 +88,7 @@ from ._sharded_programs import modifications as program_of
 from ._sharded_programs import with_slopes
 from ._sharded_ring import Ring, pays
 from ._sharded_transformers import substitute_hf_flash_attn, update_ring_flash_attn_params
-from .interface import flash_attn_backward, flash_attn_func
+from .interface import flash_attn_func
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
@@ -130,28 +135,6 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
-_PASSES = (flash_attn_func, flash_attn_backward)
-
-
-def _spans(dealing, rank):
-    """For each chunk of a rank its rows among the rank's own, and the first in the sequence."""
-    spans, at = [], 0
-    for first, end in dealing.spans(rank):
-        spans.append((slice(at, at + end - first), first))
-        at += end - first
-    return spans
-
-
-def _parts(spans, rows, options):
-    """For each chunk of this rank its rows, the keys of all ranks that they see, no lengths, and the mask,
-    the longest first."""
-    parts = []
-    for own, first in reversed(spans):
-        seen, mask = options.seen(first, first + own.stop - own.start, rows)
-        parts.append((own, seen, (), mask))
-    return parts
-
-
 @together
 def attention(
     q,
@@ -182,11 +165,12 @@ def attention(
     on every rank, or those of a sequence of `seqlen` rows, which the ranks need not divide, as `shard` deals
     them. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
     after the other; a divisor of their number. One is fastest over two GPUs from 8k to 64k rows: each
-    transfer costs the host and the GPUs more than it hides. `scheme`: "gather", or "ring", in which K and V
-    travel from rank to rank while others are attended to: the least memory, and the faster one where K and V
-    have as many heads as Q. Results are merged by their LSE in float32, so that they have other last bits
-    than those of one GPU; slopes, sinks, dropout, modifications and stages are the gather's. None: on GPUs
-    the ring where it is the faster one and computes the call, but for windows; else the gather.
+    transfer costs the host and the GPUs more than it hides. `scheme`: "gather"; or "ring", in which K and V
+    travel from rank to rank while others are attended to: the least memory. Results are merged by their LSE
+    in float32, so that they have other last bits than those of one GPU; slopes, sinks, dropout, modifications
+    and stages are the gather's. Or "ulysses": `ulysses_attention` of this layout, without LSE and `seqlen`.
+    None: on GPUs the fastest that computes the call, but for windows: ulysses in a step of training, the ring
+    where K and V have as many heads as Q; else the gather.
     `alibi_slopes` and `sinks`: those of all heads, the same on every rank; the gradient of sinks is that of
     this rank's rows, to be added up as those of weights are. `modifications`: score_mod, mask_mod, bias,
     mask, attention_chunk and block_sparse_tensors of `flash_attn_func`, of the whole and the same on every
@@ -224,46 +208,41 @@ def attention(
         raise InputError(f"scheme is {scheme!r}: it must be one of {', '.join(_SCHEMES)}")
     drops = dropout_p != 0.0 or rng_state is not None
     beyond = _beyond_ring(alibi_slopes, sinks, stages, drops, modifications)
-    if scheme is None:
-        is_ring = cp_comm_type != "all_gather" and not beyond and pays(q, k, options)
-        scheme = _SCHEMES[is_ring]
-    elif scheme == "ring" and beyond:
-        raise UnsupportedError(f"{', '.join(beyond)} with scheme 'ring': use 'gather'")
-    shown = (q, k, v) if seqlen is None else (q[:, :0], k[:, :0], v[:, :0], f"seqlen {seqlen}")
-    agree(group, *shown, layout, stages, scheme, options, *drop, *sorted(modifications))
+    by_rows = [name for name, x in (("return_lse", return_lse or None), ("seqlen", seqlen)) if x is not None]
+    if scheme in ("ring", "ulysses") and beyond:
+        raise UnsupportedError(f"{', '.join(beyond)} with scheme {scheme!r}: use 'gather'")
+    if scheme == "ulysses" and by_rows:
+        raise UnsupportedError(f"{', '.join(by_rows)} with scheme 'ulysses': use 'gather'")
+    asked = scheme or (cp_comm_type, return_lse, is_trained(q, k, v))
+    agreed(group, q, k, v, layout, stages, asked, seqlen, options, *drop, *sorted(modifications))
+    # By what all ranks have agreed on: they choose alike.
+    if scheme is None and (beyond or cp_comm_type == "all_gather"):
+        scheme = "gather"
+    elif scheme is None:
+        is_by_heads = not by_rows and cp_comm_type is None and gains(q, k, v, group, options)
+        scheme = "ulysses" if is_by_heads else "ring" if pays(q, k, options) else "gather"
+    if scheme == "ulysses":
+        numbers = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
+        return ulysses_attention(q, k, v, group=group, layout=layout, deterministic=deterministic, **numbers)
+    if torch.compiler.is_compiling() and not drops and not modifications and not _needs_program(options):
+        out, lse = over_ranks(q, k, v, group, layout, scheme, stages, seqlen, options)
+        return (out, lse) if return_lse else out
     dealing = of_rows(layout, world, rank, q.shape[1], seqlen)
     if scheme == "ring":
-        out, lse = Ring.apply(q, k, v, _PASSES, group, dealing, options)
+        out, lse = Ring.apply(q, k, v, PASSES, group, dealing, options)
         return (out, lse) if return_lse else out
-    spans = _spans(dealing, rank)
-    parts = _parts(spans, dealing.rows, options)
+    spans = spans_of(dealing, rank)
+    parts = parts_of(spans, dealing.rows, options)
     mods = program_of("attention", q, dealing.rows, modifications)
-    if alibi_slopes is not None and not options.causal:
-        # Distances of a part are those of its own diagonal, which a causal mask alone keeps.
+    if _needs_program(options):
         mods = with_slopes(mods, options)
     if drops:
         mods = dropped(mods, q, dealing.rows, dropout_p, rng_state, group)
     if mods is None:
-        out, lse = InParts.apply(q, k, v, sinks, _PASSES, parts, group, dealing, stages, options)
+        out, lse = InParts.apply(q, k, v, sinks, PASSES, parts, group, dealing, stages, options)
     else:
         out, lse = with_programs(q, k, v, mods, parts, spans, group, dealing, options)
     return (out, lse) if return_lse else out
-
-
-def _by_heads(x, group, back):
-    """Shards of rows as shards of heads: (batch, rows, heads, d) to (batch, world * rows, heads / world, d),
-    or back."""
-    world = dist.get_world_size(group)
-    batch, rows, heads, dim = x.shape
-    if back:
-        sends = x.reshape(batch, world, rows // world, heads, dim).transpose(0, 1).contiguous()
-    else:
-        sends = x.reshape(batch, rows, world, heads // world, dim).permute(2, 0, 1, 3, 4).contiguous()
-    parts = torch.empty_like(sends)
-    transferred("all_to_all_single", parts, sends, group=group)
-    if back:
-        return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, world * heads, dim)
-    return parts.transpose(0, 1).reshape(batch, world * rows, heads // world, dim)
 
 
 class _Exchange(torch.autograd.Function):
@@ -294,7 +273,9 @@ def _ordered(x, world, layout, back=False):
 
 def exchanged(x, group, back=False):
     """Shards of rows, contiguous, as shards of heads, or back; with gradients."""
-    return _Exchange.apply(x, _by_heads, group, back)
+    if torch.compiler.is_compiling():
+        return exchange(x, group, back)
+    return _Exchange.apply(x, by_heads, group, back)
 
 
 # Options that mean the same for some heads as for all.
@@ -344,19 +325,24 @@ def ulysses_attention(
     drop = None
     if dropout_p != 0.0 or rng_state is not None:
         drop = dropout_p, dropout_state(q, q.shape[0], heads_q, dropout_p, rng_state, group)
+    is_plain = mods is None and drop is None and alibi_slopes is None and sinks is None
+    if is_plain and not torch.compiler.is_compiling():
+        copies = copies_for(group, q, k, v)
+        if copies is not None:
+            return ByHeads.apply(q, k, v, copies, group, layout, numbers)
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
-    q, k, v = (_ordered(_Exchange.apply(x, _by_heads, group, False), world, layout) for x in (q, k, v))
+    q, k, v = (_ordered(exchanged(x, group), world, layout) for x in (q, k, v))
     if mods is None and drop is None:
         out = flash_attn_func(q, k, v, **numbers, **of_heads.of(own))
     else:
         if mods is not None:
             mods = of_part(mods, dict(h=own, hk=slice(rank * heads_kv // world, None)))
         out = by_sequence(q, k, v, numbers, of_heads.of(own), mods, drop, (own.start, heads_q))
-    return _Exchange.apply(_ordered(out, world, layout, back=True), _by_heads, group, True)
+    return exchanged(_ordered(out, world, layout, back=True), group, back=True)
 
 
-_SCHEMES = ("gather", "ring")
+_SCHEMES = ("gather", "ring", "ulysses")
 
 
 def _beyond_ring(slopes, sinks, stages, drops, modifications):
@@ -364,6 +350,12 @@ def _beyond_ring(slopes, sinks, stages, drops, modifications):
     given = dict(alibi_slopes=slopes is not None, sinks=sinks is not None)
     given.update(stages=stages != 1, dropout_p=drops)
     return [name for name, is_given in given.items() if is_given] + sorted(modifications)
+
+
+def _needs_program(options):
+    """Whether slopes are a program's: distances of a part are those of its own diagonal, which a causal mask
+    alone keeps."""
+    return options.slopes is not None and not options.causal
 
 
 def _by_heads_first(q, k, v, kind, group, layout, options):
@@ -414,7 +406,7 @@ def _ring(layout, name):
         """ring-flash-attention's function: q, k and v (batch, rows, heads, head_dim) are this rank's rows,
         dealt {layout}. Keys are gathered where that is faster than to pass them around, as `attention`
         chooses: the results are those of one GPU, up to their last bits."""
-        out, lse = attention(
+        made = attention(
             q,
             k,
             v,
@@ -426,9 +418,9 @@ def _ring(layout, name):
             alibi_slopes=alibi_slopes,
             group=group,
             layout=layout,
-            return_lse=True,
+            return_lse=return_attn_probs,
         )
-        return (out, lse, None) if return_attn_probs else out
+        return (*made, None) if return_attn_probs else made
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = function.__doc__.replace("{layout}", layout)

@@ -120,7 +120,7 @@ def test_rows_that_are_not_contiguous_and_ranks_without_rows():
 @ranks(2)
 def test_compiled_and_under_autocast():
     whole = tensors(32)
-    compiled = torch.compile(distributed.attention, backend="aot_eager")
+    compiled = torch.compile(distributed.attention, backend="aot_eager", fullgraph=True)
     near(over_ranks(compiled, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"))
     q, k, v, _ = (distributed.shard(x) for x in whole)
     want = distributed.attention(*(x.bfloat16() for x in (q, k, v)))
@@ -133,6 +133,47 @@ def test_compiled_and_under_autocast():
     for length in (32, 48, 64):
         whole = tensors(length, seed=length)
         near(over_ranks(compiled, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"))
+
+
+@ranks(2)
+def test_one_graph_of_a_compiler_holds_transfers():
+    from torch.utils.checkpoint import checkpoint
+
+    whole = tensors(32)
+    q, k, v, dout = (distributed.shard(x) for x in whole)
+    sinks, slopes = torch.linspace(-1, 1, 4), torch.tensor([0.5, 0.25, 0.1, 0.05])
+
+    def same(call, *given):
+        found = []
+        for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            own = [x.detach().clone().requires_grad_() for x in given]
+            out, lse = function(*own)
+            found.append([out, lse, *torch.autograd.grad((out * dout).sum() + (lse * lse).sum(), own)])
+        for one, other in zip(*found):
+            assert torch.equal(one, other)
+
+    def with_lse(**options):
+        return lambda q, k, v: distributed.attention(q, k, v, return_lse=True, **options)
+
+    for options in (dict(scheme="gather", stages=2), dict(scheme="ring"), *WINDOWS):
+        same(with_lse(**options), q, k, v)
+    same(
+        lambda q, k, v, sinks: distributed.attention(
+            q, k, v, sinks=sinks, alibi_slopes=slopes, return_lse=True
+        ),
+        *(q, k, v, sinks),
+    )
+    again = functools.partial(checkpoint, distributed.zigzag_ring_flash_attn_func, use_reentrant=False)
+    compiled = torch.compile(lambda q, k, v: again(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
+    near(over_ranks(compiled, whole, "zigzag"), alone(*whole, causal=True))
+    for layout in distributed.LAYOUTS:
+        call = functools.partial(distributed.ulysses_attention, causal=True, layout=layout)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        near(over_ranks(compiled, whole, layout), alone(*whole, causal=True))
+    # What an operator does is compared by the ranks, too.
+    odd = [x[:, : 8 - 4 * dist.get_rank()] for x in (q, k, v)]
+    with pytest.raises(fa_attn.InputError, match="of the group calls with"):
+        torch.compile(distributed.attention, backend="aot_eager")(*odd)
 
 
 class _Block(torch.nn.Module):

@@ -146,7 +146,7 @@ def test_a_rank_without_memory_is_an_error_of_all_at_shapes_that_they_know():
         (0, _sharded, "summed"),
         (1, _sharded_programs, "of_all"),
         (1, _sharded_programs, "summed"),
-        (2, _sharded.Gathered, "_whole"),
+        (2, _sharded.Gathered, "_start"),
         (3, _sharded_decode.Results, "gather"),
     )
 
@@ -247,14 +247,14 @@ def test_calls_again_are_those_of_before():
 def test_ranks_forget_the_same_calls():
     from fa_attn import _sharded_peers
 
-    compared, gathered, texts = [], _sharded_peers.of_all, _sharded_peers._texts
+    compared, gathered, texts = [], _sharded_peers.of_all, _sharded_peers.texts_of
 
     def counting(*given, **options):
         compared.append(len(calls))
         return texts(*given, **options)
 
     # As on a GPU, where a comparison is made once.
-    _sharded_peers._texts, _sharded_peers._MOST_CALLS = counting, 3
+    _sharded_peers.texts_of, _sharded_peers._MOST_CALLS = counting, 3
     _sharded_peers._is_slow = lambda device: True
     group, calls = dist.new_group([0, 1]), []
     x = torch.zeros(1)
