@@ -112,6 +112,11 @@ def check_buffer(name, buffer, device):
         )
 
 
+def int32_of(x):
+    """int32 on the tensor's device; of uint32, which torch converts on few devices, the same bits."""
+    return x.view(torch.int32) if x.dtype is torch.uint32 else x.to(torch.int32)
+
+
 def on_host(tensor):
     return tensor.detach().to("cpu", torch.int64)
 
@@ -344,6 +349,14 @@ def of_codes(q, scale_q):
     )
 
 
+def narrowed(x, dtype):
+    """Numbers of another type, those beyond the range of codes the largest of these, as kernels store them."""
+    if dtype in _CODES:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
+
+
 class Results(NamedTuple):
     """What a call writes and returns: `dtype` of out, `factor` of it, tensors for it and for the LSE."""
 
@@ -372,11 +385,12 @@ class Results(NamedTuple):
         if not self.is_whole:
             made = made * self.factor
         if self.dtype is not None and made.dtype != self.dtype:
-            made = made.to(self.dtype)
-        if self.out is not None and made.data_ptr() != self.out.data_ptr():
+            made = narrowed(made, self.dtype)
+        if self.out is not None:
             if self.out.dtype != made.dtype:
                 raise InputError(f"out holds {self.out.dtype}: it must hold {made.dtype}, as planned")
-            made = self.out.copy_(made)
+            is_there = made.data_ptr() == self.out.data_ptr()
+            made = self.out if is_there else self.out.copy_(made)
         if not self.wants_lse and self.lse is None:
             return made
         lse = lse.transpose(-1, -2)

@@ -42,6 +42,34 @@ def is_undivided(disable_split_kv, fixed_split_size):
     return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
 
 
+def on_pages(q, k, v, pages, starts, longest, results, call):
+    """Attention on `pages` (a table and lengths) of q, (batch, rows, heads, head_dim) or with starts packed;
+    what it returns has packed rows. `call`: keyword arguments, and where it has one a `factor` of the result."""
+    if "factor" in call:
+        call = dict(call)
+        results = results._replace(factor=call.pop("factor"))
+    shape, packed = (*q.shape[:-1], v.shape[-1]), starts is not None
+    room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
+    if not packed and room is not None:
+        room = room.view(shape)
+    made = flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=pages.lengths,
+        block_table=pages.table,
+        cu_seqlens_q=starts,
+        max_seqlen_q=longest if packed else None,
+        out=room,
+        **call,
+    )
+    made, lse = made if call["return_softmax_lse"] else (made, None)
+    if not packed:
+        made = made.flatten(0, 1)
+        lse = None if lse is None else lse.transpose(0, 1).flatten(1)
+    return results.of(made, lse)
+
+
 class Plan:
     """What the plans of a batch's queries, keys and masks have in common."""
 
@@ -210,7 +238,6 @@ class PagedPlan(Plan):
             if not has_factors:
                 self._kept = (scores, self._mask, call)
         call = dict(call)
-        shape = (*q.shape[:-1], v.shape[-1])
         packed, k, v = starts is not None, with_page(k), with_page(v)
         # Making and turning an LSE takes as long as the call's checks.
         wants_lse = results.wants_lse or results.lse is not None
@@ -233,22 +260,4 @@ class PagedPlan(Plan):
             k = rotated(k, place, scores)
             made = flash_attn_varlen_func(q, k, v, starts, starts_k, longest, self._pages.longest, **call)
             return results.of(*made) if wants_lse else results.of(made)
-        room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
-        if not packed and room is not None:
-            room = room.view(shape)
-        made = flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=self._pages.lengths,
-            block_table=self._pages.table,
-            cu_seqlens_q=starts,
-            max_seqlen_q=longest if packed else None,
-            out=room,
-            **call,
-        )
-        made, lse = made if wants_lse else (made, None)
-        if not packed:
-            made = made.flatten(0, 1)
-            lse = None if lse is None else lse.transpose(0, 1).flatten(1)
-        return results.of(made, lse)
+        return on_pages(q, k, v, self._pages, starts, longest, results, call)
