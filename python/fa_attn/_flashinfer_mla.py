@@ -23,7 +23,7 @@ from ._flashinfer import (
     with_page,
 )
 from ._flashinfer_plans import PagedPlan, on_pages
-from ._programs import Program
+from ._modifications import keys_of_rank
 from .flash_mla import flash_mla_with_kvcache
 from .interface import flash_attn_with_kvcache
 
@@ -137,12 +137,6 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
 
 Factor = Union[float, Tensor]
 
-# Of a rank that has every `world`-th key of the whole: `newest` is behind the last that the last query sees.
-_OF_RANK = """array newest: i32[_];
-scalar world: i32;
-scalar rank: i32;
-mask = k * world + rank < newest[b] - sq + 1 + q;"""
-
 
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
@@ -237,8 +231,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         if flag("enable_dcp", enable_dcp):
             if causal_seqlens_kv_global is None:
                 raise InputError("enable_dcp without causal_seqlens_kv_global: give keys of the whole")
-            numbers = {"world": count("cp_world", cp_world, 1), "rank": count("cp_rank", cp_rank)}
-            mask = Program(_OF_RANK, {"newest": int32_of(causal_seqlens_kv_global)}, numbers)
+            mask = keys_of_rank(int32_of(causal_seqlens_kv_global), cp_world, cp_rank)
         longest = query.shape[0] if max_q_len is None else count("max_q_len", max_q_len)
         longest = longest if packed else query.shape[1]
         made = _on_latents(

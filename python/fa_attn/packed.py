@@ -9,6 +9,7 @@ from ._calls import attention_of, face_of_stacked, gradients_of, of_stacked
 from ._checks import array
 from ._core import InputError
 from ._faces import face_of
+from ._modifications import of_rank
 from ._options import DividedOptions, Options, call_options, extras_of, read_options, with_options
 from ._schedules import SchedulerMetadata, plans_of
 from ._types import A, Array, Window
@@ -95,6 +96,10 @@ def flash_attn_varlen_func(
     Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
     where `out` is given, rows of out that belong to no sequence are not written.
     """
+    if options and options.get("cp_world_size") not in (None, 1):
+        causal, options = of_rank(causal, window_size, options)  # type: ignore[assignment]
+        # A plan of causal work is not of this mask's.
+        window_size, scheduler_metadata = (-1, -1), None
     face = face_of(q)
     made = face.plain_attention(
         q,
