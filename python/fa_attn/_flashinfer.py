@@ -326,7 +326,20 @@ def scaled(scores, q, q_scale, k_scale, descales):
     return scale
 
 
-def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mask=None):
+def program_of(jit_args):
+    """The scores and masks of a wrapper's own that `jit_args` is, as a program; None without."""
+    if jit_args is None:
+        return None
+    if not isinstance(jit_args, (str, Program)):
+        kind = type(jit_args).__name__
+        raise UnsupportedError(
+            f"jit_args is {kind}: FlashInfer's variants are CUDA's text, give a program's (docs/programs.md), as a "
+            "str or fa_attn's Program; sinks are an argument of run()"
+        )
+    return Program.of_score(jit_args)
+
+
+def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mask=None, program=None):
     """The keyword arguments of a call with these scores."""
     made = dict(descales or {})
     made["softmax_scale"] = scaled(scores, q, q_scale, k_scale, made)
@@ -335,8 +348,12 @@ def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mas
     made["softcap"] = scores.soft_cap
     if mask is not None:
         made["mask_mod"] = mask
+    if scores.encoding == "ALIBI" and program is not None:
+        raise UnsupportedError("pos_encoding_mode='ALIBI' with jit_args: write slope[h] * (k - q) into the program")
     if scores.encoding == "ALIBI":
-        made["score_mod"] = alibi(heads, q.device)
+        program = alibi(heads, q.device)
+    if program is not None:
+        made["score_mod"] = program
     return made
 
 

@@ -647,8 +647,9 @@ def _draft(mask, rows, starts):
         return None
     words = mask.contiguous().view(torch.int32)
     width = (rows + 31) // 32
-    if words.shape[-1] != width or words.dim() != (3 if starts is None else 2):
-        need = f"(requests, {rows}, {2 * width})" if starts is None else f"(tokens, {2 * width})"
+    need = (width,) if starts is not None else (rows, width)
+    if words.dim() != 1 + len(need) or tuple(words.shape[1:]) != need:
+        need = f"(tokens, {2 * width})" if starts is not None else f"(requests, {rows}, {2 * width})"
         raise InputError(f"mask has the shape {tuple(mask.shape)}: it must be {need} of uint16")
     if starts is None:
         return Program(_DRAFT, {"seen": words})

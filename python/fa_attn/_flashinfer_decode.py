@@ -29,11 +29,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         paged_kv_indices_buffer: Optional[Tensor] = None,
         paged_kv_last_page_len_buffer: Optional[Tensor] = None,
         backend: str = "auto",
-        jit_args: None = None,
+        jit_args: Any = None,
     ) -> None:
-        refuse(jit_args=jit_args)
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, jit_args)
         self.use_tensor_cores = use_tensor_cores
 
     def plan(

@@ -21,6 +21,7 @@ from ._flashinfer import (
     of_codes,
     on_host,
     places_of,
+    program_of,
     rotated,
     scores_of,
     segments,
@@ -73,8 +74,9 @@ def on_pages(q, k, v, pages, starts, longest, results, call):
 class Plan:
     """What the plans of a batch's queries, keys and masks have in common."""
 
-    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph):
+    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, jit_args=None):
         self.device = float_workspace_buffer.device
+        self._program = program_of(jit_args)
         self._layout = check_layout(kv_layout)
         self._captures = bool(use_cuda_graph)
         self._scores: Optional[Scores] = None
@@ -169,7 +171,7 @@ class Plan:
         if not args:
             return q, {}
         if len(args) != 3 or q.dtype.itemsize != 1:
-            raise UnsupportedError("run() takes no further arguments by position: they are of jit_args")
+            raise UnsupportedError("run() takes no further arguments by position: a program of jit_args has its arrays")
         return of_codes(q, args[0]), descales_of(*args[1:])
 
     def _old(self, causal, scores):
@@ -180,8 +182,8 @@ class Plan:
 class PagedPlan(Plan):
     """A batch of queries on pages."""
 
-    def __init__(self, workspace, kv_layout, use_cuda_graph, buffers):
-        super().__init__(workspace, kv_layout, use_cuda_graph)
+    def __init__(self, workspace, kv_layout, use_cuda_graph, buffers, jit_args=None):
+        super().__init__(workspace, kv_layout, use_cuda_graph, jit_args)
         self._pages = Pages(self.device, buffers if self._captures else None)
 
     def _check(self, q, k, names=("q", "k")):
@@ -232,9 +234,8 @@ class PagedPlan(Plan):
         has_factors = q_scale is not None or k_scale is not None or descales
         of_scores, of_mask, call = self._kept
         if has_factors or of_scores is not scores or of_mask is not self._mask:
-            call = keywords(
-                scores, q, q.shape[-2], q_scale=q_scale, k_scale=k_scale, descales=descales, mask=self._mask
-            )
+            factors = dict(q_scale=q_scale, k_scale=k_scale, descales=descales)
+            call = keywords(scores, q, q.shape[-2], mask=self._mask, program=self._program, **factors)
             if not has_factors:
                 self._kept = (scores, self._mask, call)
         call = dict(call)
