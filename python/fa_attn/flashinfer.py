@@ -1,5 +1,6 @@
 """FlashInfer's attention: its functions and wrappers for single requests, packed and paged batches, decoding,
-latents (MLA), cascades and merges, by its names, arguments, layouts and results.
+latents (MLA), listed blocks, cascades and merges, by its names, arguments, layouts and results; by the names
+of TensorRT-LLM's, XQA's and cuDNN's kernels too, whichever kernel of fa computes them.
 
 >>> import fa_attn.flashinfer as flashinfer
 >>> wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -19,11 +20,19 @@ called, not later.
 torch's operations in each call. Caches are of q's type, float8_e4m3fn or float8_e5m2; factors (`k_scale`,
 `v_scale`, ..) are numbers or tensors of one element.
 
+Functions on page tables (`trtllm_..`, `xqa`, ..) read nothing on the host and can be captured, but for
+cuDNN's offsets of results and values beside those of queries and keys, which are compared there. Their lse
+are in base 2, cuDNN's natural, and include sinks. Tables of K and V apart copy the pages that they name.
+
+`jit_args` is a program of fa (its text or a `Program`) in place of CUDA's text: scores and masks of a
+wrapper's own. A wrapper for a prefill beside decoding launches one kernel after the other.
+
 Accepted and not needed: workspaces, `backend`, `use_tensor_cores`, `use_fp16_qk_reduction`, `enable_pdl`,
-`non_blocking`, `use_profiler`, and lengths and tables that repeat the starts (`seq_lens`, `block_tables`,
-`max_token_per_sequence`, `max_item_len_ptr`, ..). `disable_split_kv` and `fixed_split_size` leave keys
-undivided: a row's bits do not depend on its batch. Refused by name: `jit_args`, NVFP4 caches
-(`kv_cache_sf`), skipped softmax. There are no gradients.
+`non_blocking`, `use_profiler`, `o_scale`, counters, and lengths and tables that repeat the starts
+(`seq_lens`, `block_tables` of plans, `max_token_per_sequence`, `max_item_len_ptr`, ..). `disable_split_kv`
+and `fixed_split_size` leave keys undivided: a row's bits do not depend on its batch. Refused by name: NVFP4
+caches and results (`kv_cache_sf`, `o_sf_scale`), skipped softmax, SageAttention's factors. There are no
+gradients.
 """
 
 from __future__ import annotations
