@@ -390,7 +390,8 @@ class Results(NamedTuple):
             return None
         if tuple(self.out.shape) != tuple(shape):
             raise InputError(f"out has the shape {tuple(self.out.shape)}: it must be {tuple(shape)}")
-        is_plain = self.out.dtype == dtype and (self.dtype or dtype) == dtype
+        # Of q in codes the result is of 16 bits.
+        is_plain = self.out.dtype == dtype and (self.dtype or dtype) == dtype and dtype.itemsize > 1
         return self.out if is_plain and self.is_whole else None
 
     @property

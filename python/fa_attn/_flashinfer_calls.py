@@ -180,6 +180,7 @@ def trtllm_ragged_attention_deepseek(
     kv_seq_lens_cpu: Optional[Tensor] = None,
     use_fp16_softmax: Optional[bool] = None,
     uses_spcompress: Optional[bool] = None,
+    skip_all_rows_active_check: bool = False,
 ) -> Any:
     """Attention of packed requests on packed keys, as prefill of MLA models computes it on heads: any head
     dims. `o_sf_scale` is of results in NVFP4, which there are none of; `seq_lens` and the lengths on the host

@@ -84,7 +84,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         kv_len: Optional[Tensor] = None,
         page_table: Optional[Tensor] = None,
         return_lse_base_on_e: bool = False,
-        o_scale: None = None,
+        o_scale: Optional[float] = None,
         *,
         ckv_scale: Optional[float] = None,
         ckv_scale_arr: None = None,
@@ -93,8 +93,29 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         """out (queries, heads, latents), with `return_lse` (out, lse), in base e with `return_lse_base_on_e`.
         q_nope (queries, heads, latents), q_pe (queries, heads, rotary columns), ckv_cache (pages, page,
         latents), kpe_cache (pages, page, rotary columns); caches of float8_e4m3fn, or float8_e5m2, are
-        multiplied by `ckv_scale` and `kpe_scale`."""
-        refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        multiplied by `ckv_scale` and `kpe_scale`.
+
+        With `kv_len` and `page_table` (requests, pages), and without a plan, requests of one token each have so
+        many keys on these pages, and the scale is 192 ** -0.5, as of FlashInfer's 'cutlass'. `o_scale`: the
+        result is divided by it, for an `out` of codes."""
+        refuse(profiler_buffer=profiler_buffer, ckv_scale_arr=ckv_scale_arr)
+        factor = None
+        if o_scale is not None:
+            if out is None or out.dtype.itemsize != 1:
+                raise InputError("o_scale belongs to a result in codes: give out of float8_e4m3fn")
+            factor = 1.0 / number("o_scale", o_scale)
+        if self._scores is None and (kv_len is not None or page_table is not None):
+            if kv_len is None or page_table is None:
+                raise InputError("kv_len and page_table belong together: give both, or plan()")
+            base = 1.0 if return_lse_base_on_e else LOG2_E
+            dtype = q_nope.dtype if out is None else out.dtype
+            results = Results(dtype, factor, out, lse, return_lse, base)
+            q = torch.cat((q_nope, q_pe), -1)
+            pages = (page_table, kv_len)
+            caches = (ckv_cache, kpe_cache)
+            return _on_latents(q.unsqueeze(1), caches, q_nope.shape[-1], *pages, 192**-0.5, None, results)
+        if kv_len is not None or page_table is not None:
+            raise InputError("kv_len and page_table after plan(): the plan has them, leave them out")
         v, k = ckv_cache.unsqueeze(-2), kpe_cache.unsqueeze(-2)
         self._check(q_nope, v, ("q_nope", "ckv_cache"))
         for name, x, like in (("q_pe", q_pe, q_nope), ("kpe_cache", kpe_cache, ckv_cache)):
@@ -108,7 +129,8 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
             )
         self._check_rows(q_nope, "q_nope")
         base = 1.0 if return_lse_base_on_e else LOG2_E
-        results = Results(self._types[2], None, out, lse, return_lse, base)
+        dtype = self._types[2] if factor is None else out.dtype
+        results = Results(dtype, factor, out, lse, return_lse, base)
         k, v = with_page(k), with_page(v)
         q, qv = q_pe, q_nope
         if not k.shape[-1]:
@@ -242,10 +264,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return (out if out is not None else made[0].view(shape)), (lse if lse is not None else made[1])
 
 
-def _on_latents(q, cache, rank, table, lengths, scale, sinks, results, starts, longest, mask):
-    """Attention on pages of latents."""
-    rows = with_page(cache).unsqueeze(-2)
-    v, k = rows[..., :rank], rows[..., rank:]
+def _on_latents(q, cache, rank, table, lengths, scale, sinks, results, starts=None, longest=1, mask=None):
+    """Attention on pages of latents, of one cache or of two: latents and rotary columns."""
+    parts = cache if isinstance(cache, tuple) else (cache[..., :rank], cache[..., rank:])
+    v, k = (with_page(x).unsqueeze(-2) for x in parts)
     call = dict(
         softmax_scale=scale,
         causal=mask is None,

@@ -405,6 +405,9 @@ def test_codes_by_tensorrts_name(device, dtype):
     of_codes = name(q.to(torch.float8_e4m3fn), codes, *sizes, out_dtype=dtype)
     narrow = name(q.to(torch.float8_e4m3fn), codes, *sizes)
     assert narrow.dtype is torch.float8_e4m3fn
+    out = torch.empty_like(narrow)
+    assert name(q.to(torch.float8_e4m3fn), codes, *sizes, out=out) is out
+    assert torch.equal(out.view(torch.uint8), narrow.view(torch.uint8))
     for i, n in enumerate(LENGTHS):
         seen = causal(1, n, device)
         close(made[i : i + 1], 0.5 * attention(q[i : i + 1], *own[i], seen)[0], dtype)
