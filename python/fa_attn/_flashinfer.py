@@ -333,8 +333,8 @@ def program_of(jit_args):
     if not isinstance(jit_args, (str, Program)):
         kind = type(jit_args).__name__
         raise UnsupportedError(
-            f"jit_args is {kind}: FlashInfer's variants are CUDA's text, give a program's (docs/programs.md), as a "
-            "str or fa_attn's Program; sinks are an argument of run()"
+            f"jit_args is {kind}: FlashInfer's variants are CUDA's text, give a program's "
+            "(docs/programs.md), as a str or fa_attn's Program; sinks are an argument of run()"
         )
     return Program.of_score(jit_args)
 
@@ -349,7 +349,9 @@ def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mas
     if mask is not None:
         made["mask_mod"] = mask
     if scores.encoding == "ALIBI" and program is not None:
-        raise UnsupportedError("pos_encoding_mode='ALIBI' with jit_args: write slope[h] * (k - q) into the program")
+        raise UnsupportedError(
+            "pos_encoding_mode='ALIBI' with jit_args: write slope[h] * (k - q) into the program"
+        )
     if scores.encoding == "ALIBI":
         program = alibi(heads, q.device)
     if program is not None:
@@ -367,7 +369,7 @@ def of_codes(q, scale_q):
 
 
 def narrowed(x, dtype):
-    """Numbers of another type, those beyond the range of codes the largest of these, as kernels store them."""
+    """Numbers of another type, those beyond the range of codes the largest of these, as by kernels."""
     if dtype in _CODES:
         most = torch.finfo(dtype).max
         x = x.clamp(-most, most)

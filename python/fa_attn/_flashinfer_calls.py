@@ -225,10 +225,10 @@ def trtllm_fmha_v2_prefill(
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
 ) -> Any:
-    """Prefill of packed requests. `input_layout`: PACKED_QKV (tokens, 3, heads, head_dim), CONTIGUOUS_Q_KV (q
-    and (tokens, 2, heads_kv, head_dim)), SEPARATE_Q_K_V, or Q_PAGED_KV_HND and Q_PAGED_KV_NHD with pages (pages,
-    2, ..) that `block_tables` (requests, pages) names. `mask_mode`: 'causal', 'padding', 'sliding_window' with
-    `window_left`, 'chunked' with `chunked_attention_size`."""
+    """Prefill of packed requests. `input_layout`: PACKED_QKV (tokens, 3, heads, head_dim), CONTIGUOUS_Q_KV
+    (q and (tokens, 2, heads_kv, head_dim)), SEPARATE_Q_K_V, or Q_PAGED_KV_HND and Q_PAGED_KV_NHD with pages
+    (pages, 2, ..) that `block_tables` (requests, pages) names. `mask_mode`: 'causal', 'padding',
+    'sliding_window' with `window_left`, 'chunked' with `chunked_attention_size`."""
     refuse(save_softmax_stats=save_softmax_stats or None)
     refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor or None)
     mode = str(mask_mode).lower()
@@ -401,9 +401,9 @@ def cudnn_batch_decode_with_kv_cache(
     batch_offsets_v: None = None,
     out: Optional[Tensor] = None,
 ) -> Tensor:
-    """Attention of a token of each request, q (requests, heads_q, head_dim), on caches (pages, heads_kv, page,
-    head_dim). Offsets of q and of the result, in elements, must be those of one token after another, which is
-    compared on the host: leave them out of captured calls."""
+    """Attention of a token of each request, q (requests, heads_q, head_dim), on caches (pages, heads_kv,
+    page, head_dim). Offsets of q and of the result, in elements, must be those of one token after another,
+    which is compared on the host: leave them out of captured calls."""
     refuse(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
     if actual_seq_lens_kv is None or block_tables is None:
         raise InputError("actual_seq_lens_kv and block_tables are missing: give both")
@@ -468,7 +468,8 @@ def cudnn_batch_prefill_with_kv_cache(
         return offsets.reshape(-1) // (x.shape[-2] * x.shape[-1] if in_elements else 1)
 
     used_q, used_k = (
-        None if x is None else int32_of(x.reshape(-1).to(q.device)) for x in (actual_seq_lens_q, actual_seq_lens_kv)
+        None if x is None else int32_of(x.reshape(-1).to(q.device))
+        for x in (actual_seq_lens_q, actual_seq_lens_kv)
     )
     starts = rows(batch_offsets_q, q) if batch_offsets_q is not None else _starts(used_q, "q")
     o_width = SimpleNamespace(shape=(q.shape[-2], v.shape[-1]))
@@ -513,8 +514,8 @@ def _check_offsets(name, offsets, need):
     """Refuses offsets that name other rows than the call reads."""
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            f"{name} in a captured call: give the same tensor as for q or k, with batch_offsets_units='tokens', "
-            "or leave it out"
+            f"{name} in a captured call: give the same tensor as for q or k, with "
+            "batch_offsets_units='tokens', or leave it out"
         )
     if offsets.shape != need.shape or not bool((offsets == need.to(offsets.device)).all()):
         raise UnsupportedError(f"{name} names other rows than q's or k's: rows of a request lie together")
@@ -666,10 +667,14 @@ def _of_heads(q, k, v, table, lengths, rows, results, scores, sinks):
         raise InputError(f"block_tables and seq_lens have the shapes {have}: they must be {need}")
     group = q.shape[-2] // heads
     if sinks is not None and heads > 1:
-        raise UnsupportedError("sinks with enable_block_sparse_attention and several K/V heads: leave one out")
+        raise UnsupportedError(
+            "sinks with enable_block_sparse_attention and several K/V heads: leave one out"
+        )
     (k, step), (v, step_v) = _pages_of_heads(k), _pages_of_heads(v)
     if step != step_v:
-        raise InputError("k_cache and v_cache have other strides: heads with pages of their own need the same")
+        raise InputError(
+            "k_cache and v_cache have other strides: heads with pages of their own need the same"
+        )
     of_head = torch.arange(heads, dtype=torch.int32, device=table.device)[:, None, None]
     pages = SimpleNamespace(
         table=(int32_of(table) * step + of_head).flatten(0, 1), lengths=int32_of(lengths).reshape(-1)

@@ -95,9 +95,9 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         latents), kpe_cache (pages, page, rotary columns); caches of float8_e4m3fn, or float8_e5m2, are
         multiplied by `ckv_scale` and `kpe_scale`.
 
-        With `kv_len` and `page_table` (requests, pages), and without a plan, requests of one token each have so
-        many keys on these pages, and the scale is 192 ** -0.5, as of FlashInfer's 'cutlass'. `o_scale`: the
-        result is divided by it, for an `out` of codes."""
+        With `kv_len` and `page_table` (requests, pages), and without a plan, requests of one token each have
+        so many keys on these pages, and the scale is 192 ** -0.5, as of FlashInfer's 'cutlass'. `o_scale`:
+        the result is divided by it, for an `out` of codes."""
         refuse(profiler_buffer=profiler_buffer, ckv_scale_arr=ckv_scale_arr)
         factor = None
         if o_scale is not None:
@@ -194,15 +194,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     causal_seqlens_kv_global: Optional[Tensor] = None,
     use_fp16_softmax: Optional[bool] = None,
 ) -> Any:
-    """Attention of new tokens, `query` (requests, tokens, heads, columns) or with `cum_seq_lens_q` (all tokens,
-    heads, columns), on latents: rows of `kv_lora_rank` + `qk_rope_head_dim` columns, the first of which are
-    the values, in pages (pages, page, columns), or (pages, 1, page, columns). Tokens see the keys before them
-    and themselves. The result has q's type, bfloat16 beside codes; lse (all tokens, heads), in base 2.
+    """Attention of new tokens, `query` (requests, tokens, heads, columns) or with `cum_seq_lens_q` (all
+    tokens, heads, columns), on latents: rows of `kv_lora_rank` + `qk_rope_head_dim` columns, the first of
+    which are the values, in pages (pages, page, columns), or (pages, 1, page, columns). Tokens see the keys
+    before them and themselves. The result has q's type, bfloat16 beside codes; lse (all tokens, heads), in base 2.
 
-    With `sparse_mla_top_k` the rows that each token sees are named by `block_tables` (requests, tokens, top_k),
-    or (all tokens, top_k), as page * page size + place, -1 for none; of these it sees as many as `seq_lens`
-    has keys for it, or says for each token, and `sparse_mla_top_k_lens`. kv_cache may then be of bytes, rows of
-    656 (`kv_scale_format` says how their scales were found, and changes nothing).
+    With `sparse_mla_top_k` the rows that each token sees are named by `block_tables` (requests, tokens,
+    top_k), or (all tokens, top_k), as page * page size + place, -1 for none; of these it sees as many as
+    `seq_lens` has keys for it, or says for each token, and `sparse_mla_top_k_lens`. kv_cache may then be of
+    bytes, rows of 656 (`kv_scale_format` says how their scales were found, and changes nothing).
 
     `enable_dcp`: the cache has the keys of the whole whose place modulo `cp_world` is `cp_rank`;
     `causal_seqlens_kv_global` (requests,): keys of the whole. Parts are merged by their lse."""
@@ -228,9 +228,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     # Rows of the result are packed, whatever the shapes of the caller's.
     room = None if out is None else out.view(tokens, *shape[-2:])
     of_lse = None if lse is None else lse.view(tokens, shape[-2])
-    results = Results(dtype_of(None, dtype if out is None else out.dtype), None, room, of_lse, flag(
-        "return_lse", return_lse
-    ))
+    results = Results(
+        dtype_of(None, dtype if out is None else out.dtype),
+        None,
+        room,
+        of_lse,
+        flag("return_lse", return_lse),
+    )
     if isinstance(bmm1_scale, Tensor):
         # One number is of the rows as keys and as values.
         q, scale = (q.float() * bmm1_scale.float()).to(dtype), 1.0
@@ -241,7 +245,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         if enable_dcp:
             raise UnsupportedError("enable_dcp with sparse_mla_top_k: leave one of them out")
         made = _on_named_rows(
-            q, cache, kv_lora_rank, block_tables, seq_lens, sparse_mla_top_k_lens, scale, sinks, results,
+            q,
+            cache,
+            kv_lora_rank,
+            block_tables,
+            seq_lens,
+            sparse_mla_top_k_lens,
+            scale,
+            sinks,
+            results,
             cum_seq_lens_q,
         )
     else:
@@ -257,7 +269,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
         longest = query.shape[0] if max_q_len is None else count("max_q_len", max_q_len)
         longest = longest if packed else query.shape[1]
         made = _on_latents(
-            q, cache, kv_lora_rank, block_tables, seq_lens, scale, sinks, results, cum_seq_lens_q, longest, mask
+            q,
+            cache,
+            kv_lora_rank,
+            block_tables,
+            seq_lens,
+            scale,
+            sinks,
+            results,
+            cum_seq_lens_q,
+            longest,
+            mask,
         )
     if not return_lse:
         return out if out is not None else made.view(shape)
@@ -367,8 +389,8 @@ def xqa_mla(
     enable_pdl: Optional[bool] = None,
 ) -> None:
     """Attention of q (requests, 1, heads, columns) on latents, written to `output` (.., latents): scores are
-    multiplied by `q_scale` and `kv_scale`, the result by `kv_scale`. k_cache and v_cache: the same rows (rows, columns),
-    or (pages, page, 1, columns)."""
+    multiplied by `q_scale` and `kv_scale`, the result by `kv_scale`. k_cache and v_cache: the same rows
+    (rows, columns), or (pages, page, 1, columns)."""
     if v_cache.data_ptr() != k_cache.data_ptr():
         raise UnsupportedError("v_cache apart from k_cache: values are the first columns of the keys' rows")
     rank = output.shape[-1]

@@ -45,7 +45,7 @@ def is_undivided(disable_split_kv, fixed_split_size):
 
 def on_pages(q, k, v, pages, starts, longest, results, call):
     """Attention on `pages` (a table and lengths) of q, (batch, rows, heads, head_dim) or with starts packed;
-    what it returns has packed rows. `call`: keyword arguments, and where it has one a `factor` of the result."""
+    what it returns has packed rows. `call`: keyword arguments, and it may have a `factor` of the result."""
     if "factor" in call:
         call = dict(call)
         results = results._replace(factor=call.pop("factor"))
@@ -171,7 +171,9 @@ class Plan:
         if not args:
             return q, {}
         if len(args) != 3 or q.dtype.itemsize != 1:
-            raise UnsupportedError("run() takes no further arguments by position: a program of jit_args has its arrays")
+            raise UnsupportedError(
+                "run() takes no further arguments by position: a program of jit_args has its arrays"
+            )
         return of_codes(q, args[0]), descales_of(*args[1:])
 
     def _old(self, causal, scores):

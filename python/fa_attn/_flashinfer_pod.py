@@ -1,5 +1,5 @@
-"""FlashInfer's wrappers that take a prefill and a batch of decodes in one call: here one after the other on the
-stream, each with the kernel of its own."""
+"""FlashInfer's wrappers that take a prefill and a batch of decodes in one call: here one after the other on
+the stream, each with the kernel of its own."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ class PODWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
         if kv_layout_d != self._layout and kv_layout_d != "NHD":
             raise UnsupportedError(f"kv_layout_d is {kv_layout_d!r}: the wrapper is of {self._layout!r}")
         if (pos_encoding_mode_d, rope_scale_d, rope_theta_d) != ("NONE", None, None):
-            raise UnsupportedError("pos_encoding_mode_d and rope: the decoding's are of the plan, leave them out")
+            raise UnsupportedError(
+                "pos_encoding_mode_d and rope: the decoding's are of the plan, leave them out"
+            )
         made_p = single_prefill_with_kv_cache(
             q_p,
             k_p,
@@ -230,8 +232,8 @@ class BatchPODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: Optional[bool] = None,
     ) -> Any:
-        """(out of the prefills, out of the decodes), with `return_lse` ((out, out), (lse, lse)). Factors are of
-        the decodes. A mask, and the first of calls with another `causal_p`, plans the prefills anew."""
+        """(out of the prefills, out of the decodes), with `return_lse` ((out, out), (lse, lse)). Factors are
+        of the decodes. A mask, and the first of calls with another `causal_p`, plans the prefills anew."""
         mask = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}
         mask = {name: x for name, x in mask.items() if x is not None}
         causal = flag("causal_p", causal_p)

@@ -23,7 +23,6 @@ from ._flashinfer import (
     scores_of,
     starts_of,
 )
-from ._flashinfer_pages import segment_packbits
 from ._flashinfer_plans import PagedPlan, Plan, is_undivided
 from .interface import flash_attn_varlen_func
 

@@ -13,7 +13,6 @@ from ._core import InputError, UnsupportedError
 from ._flashinfer import (
     Results,
     Scores,
-    dtype_of,
     keywords,
     of_codes,
     on_host,
@@ -27,8 +26,8 @@ from .interface import flash_attn_func
 
 Tensor = torch.Tensor
 
-# A causal mask is, as in FlashInfer, one of a block row's listed keys, counted one after another: its last row
-# sees all of them.
+# A causal mask is, as in FlashInfer, one of a block row's listed keys, counted one after another: its last
+# row sees all of them.
 _CAUSAL = """array place: i32[_, _];
 array last: i32[_];
 let row = q // {rows};
@@ -125,10 +124,10 @@ class BlockSparseAttentionWrapper(_Blocks):
         block_mask: Optional[Tensor] = None,
     ) -> None:
         """Sets the blocks and scores of the runs that follow: rows of blocks see the blocks of keys
-        `indices[indptr[i] : indptr[i + 1]]`, or with `block_mask` (heads, rows, columns of blocks), of query or
-        K/V heads, those where it is True. `mask`: what is seen within the listed blocks (blocks, R, C);
-        `packed_mask`: its bits as `segment_packbits` gives them, of each row of blocks (R, listed keys). `causal`
-        counts the listed keys of a row of blocks one after another, as FlashInfer does."""
+        `indices[indptr[i] : indptr[i + 1]]`, or with `block_mask` (heads, rows, columns of blocks), of query
+        or K/V heads, those where it is True. `mask`: what is seen within the listed blocks (blocks, R, C);
+        `packed_mask`: its bits as `segment_packbits` gives them, of each row of blocks (R, listed keys).
+        `causal` counts the listed keys of a row of blocks one after another, as FlashInfer does."""
         M, N, R, C = (count(name, x, 1) for name, x in (("M", M), ("N", N), ("R", R), ("C", C)))
         if N % C:
             raise InputError(f"N is {N}: it must be a multiple of C, {C}")
@@ -148,7 +147,9 @@ class BlockSparseAttentionWrapper(_Blocks):
             raise InputError("indptr and indices are missing: give both, or block_mask")
         host = starts_of("indptr", indptr, indices.shape[0])
         if host.shape[0] != rows + 1:
-            raise InputError(f"indptr has {host.shape[0]} elements: {M} rows in blocks of {R} have {rows + 1}")
+            raise InputError(
+                f"indptr has {host.shape[0]} elements: {M} rows in blocks of {R} have {rows + 1}"
+            )
         listed, counts = on_host(indices), host.diff()
         if listed.numel() and not 0 <= int(listed.min()) <= int(listed.max()) < columns:
             raise InputError(f"indices names a block that is none: there are blocks 0 to {columns - 1}")
@@ -190,7 +191,9 @@ class BlockSparseAttentionWrapper(_Blocks):
                 have = tuple(mask.shape)
                 raise InputError(f"mask has the shape {have}: it must be ({row.numel()}, {R}, {C})")
             room = torch.zeros(8 * int(starts[-1]) + 1, dtype=torch.bool)
-            at = torch.arange(R)[:, None] * width[row, None, None] + order[:, None, None] * C + torch.arange(C)
+            at = (
+                torch.arange(R)[:, None] * width[row, None, None] + order[:, None, None] * C + torch.arange(C)
+            )
             # Rows behind the last query have no bits.
             is_row = (torch.arange(R)[:, None] < rows[row, None, None]).expand_as(at)
             at = torch.where(is_row, 8 * starts[row, None, None] + at, room.numel() - 1)
@@ -281,8 +284,8 @@ class VariableBlockSparseAttentionWrapper(_Blocks):
         kv_data_type: Optional[Union[str, torch.dtype]] = None,
     ) -> None:
         """Sets the blocks and scores of the runs that follow: `block_mask_map` (heads_kv, rows, columns of
-        blocks), whose sizes are `block_row_sz` (heads_kv, rows) and `block_col_sz` (heads_kv, columns). `causal`
-        counts the listed keys of a row of blocks one after another, as FlashInfer does."""
+        blocks), whose sizes are `block_row_sz` (heads_kv, rows) and `block_col_sz` (heads_kv, columns).
+        `causal` counts the listed keys of a row of blocks one after another, as FlashInfer does."""
         heads, types = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, q_data_type)
         self._plan(causal, pos_encoding_mode, logits_soft_cap, sm_scale, heads, head_dim, types)
         sizes = [on_host(x) for x in (block_row_sz, block_col_sz)]

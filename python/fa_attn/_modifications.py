@@ -228,7 +228,9 @@ def keys_of_rank(whole: Any, world: Any, rank: Any) -> Program:
     """The causal mask of a rank whose key k is that of the place k * world + rank in the whole. `whole`: keys
     of the whole of each sequence."""
     world = count("cp_world_size", world, 1)
-    return Program(_OF_RANK, {"whole": whole}, {"world": world, "rank": count("cp_rank", rank, largest=world - 1)})
+    return Program(
+        _OF_RANK, {"whole": whole}, {"world": world, "rank": count("cp_rank", rank, largest=world - 1)}
+    )
 
 
 def of_rank(causal: Any, window: Any, options: Any) -> Tuple[Any, Any]:
@@ -246,7 +248,9 @@ def of_rank(causal: Any, window: Any, options: Any) -> Tuple[Any, Any]:
     if whole is None:
         raise InputError("cp_world_size without cp_tot_seqused_k: give keys of the whole, (batch,)")
     if kept.get("mask_mod") is not None:
-        raise UnsupportedError(f"cp_world_size = {world} with mask_mod: write the mask of the rank's keys into it")
+        raise UnsupportedError(
+            f"cp_world_size = {world} with mask_mod: write the mask of the rank's keys into it"
+        )
     kept["mask_mod"] = keys_of_rank(whole, world, 0 if rank is None else rank)
     return False, kept
 

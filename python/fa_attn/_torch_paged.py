@@ -14,8 +14,9 @@ def are_paged(extras):
 
 def gradients_of_pages(run, dout, q, k, v, out, lse, grads, options, extras, *others):
     """`run`, a backward, of keys in pages. `grads`: those of q, k and v, the last two None where they are not
-    wanted. Takes the keys and values of all columns of the table, of q's type, and as much for their gradients
-    twice; pages that several requests share are summed in f32, in one order."""
+    wanted. Takes the keys and values of all columns of the table, as much for their gradients, and f32 for
+    those of all pages, of K and of V in turn; of a page that several requests share they are summed in one
+    order."""
     # What lies behind a request's pages may be anything, and is not read.
     table = extras.page_table.long().clamp(0, max(k.shape[0] - 1, 0))
     rows = [x[table].flatten(1, 2) for x in (k, v)]

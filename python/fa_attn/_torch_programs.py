@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from ._checks import check_integers
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._core import InputError, InputTypeError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
@@ -98,9 +98,7 @@ def _at_once(mods, q, k, v, arrays, options, extras, division, wants_lse):
     scalars = [(name, float(value)) for name, value in mods.scalars]
     named = with_bits(list(zip(mods.names, arrays)), scalars, q, k, extras)
     programs = list(mods.texts), named, scalars
-    return run_forward(
-        q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs
-    )
+    return run_forward(q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs)
 
 
 def _parted(arguments):

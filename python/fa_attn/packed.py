@@ -91,8 +91,9 @@ def flash_attn_varlen_func(
     padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows in use
     of a packed sequence. With `block_table` (also `page_table`), int32 (batch, pages of a sequence), k and v
     are (pages, page, heads_kv, head_dim), any page size; their lengths come from cu_seqlens_k or seqused_k.
-    Torch's have gradients, q's too, from copies of the keys of all columns of the table. `seqused_q`, `seqused_k`: int32 (batch,), rows in use of each sequence. `out`:
-    see `flash_attn_func`. `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
+    Torch's have gradients, q's too, from copies of the keys of all columns of the table. `seqused_q`,
+    `seqused_k`: int32 (batch,), rows in use of each sequence. `out`: see `flash_attn_func`.
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
     Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
     where `out` is given, rows of out that belong to no sequence are not written.
     """

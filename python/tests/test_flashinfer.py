@@ -338,9 +338,7 @@ def test_latents_without_a_plan():
     q_nope, q_pe = torch.randn(2, 4, latents), torch.randn(2, 4, rotary)
     table = torch.tensor([[4, 0, 2], [3, 3, 3]], dtype=torch.int32)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, backend="cutlass")
-    made = wrapper.run(
-        q_nope, q_pe, ckv, kpe, kv_len=torch.tensor(keys, dtype=torch.int32), page_table=table
-    )
+    made = wrapper.run(q_nope, q_pe, ckv, kpe, kv_len=torch.tensor(keys, dtype=torch.int32), page_table=table)
     own = []
     for n, pages in zip(keys, ([4, 0, 2], [3])):
         v = ckv[pages].reshape(-1, 1, latents)[:n]

@@ -235,7 +235,11 @@ def test_scores_of_a_wrappers_own(device, dtype):
         first = slice(int(rows[i]), int(rows[i + 1]))
         part, n = q[first], keys[0].shape[0]
         at = torch.arange(part.shape[0], device=device)[:, None], torch.arange(n, device=device)[None]
-        want, _ = attention(part.double() * gain.double()[:, None], *keys, (at[1] - at[0]) % 2 == 0, DIM**-0.5)
+        want, _ = attention(
+            part.double() * gain.double()[:, None], *keys, (at[1] - at[0]) % 2 == 0, DIM**-0.5
+        )
         close(got[first], want, dtype)
-    with pytest.raises(fa_attn.UnsupportedError, match="jit_args is tuple: FlashInfer's variants are CUDA's text"):
+    with pytest.raises(
+        fa_attn.UnsupportedError, match="jit_args is tuple: FlashInfer's variants are CUDA's text"
+    ):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, jit_args=("name", "struct Variant {};"))

@@ -242,7 +242,9 @@ def test_prefill_by_other_names(device, dtype, is_causal):
     assert made["sinks"][0] is out
     for i, n in enumerate(LENGTHS):
         own, first = slice(int(starts[i]), int(starts[i + 1])), rows[i]
-        seen = causal(first, n, device) if is_causal else torch.ones(first, n, device=device, dtype=torch.bool)
+        seen = (
+            causal(first, n, device) if is_causal else torch.ones(first, n, device=device, dtype=torch.bool)
+        )
         for name, got in made.items() if first else ():
             out, lse = got if isinstance(got, tuple) else (got, None)
             of = sinks if name == "sinks" else None
@@ -377,9 +379,7 @@ def test_named_rows_by_tensorrts_name(device, dtype, tokens):
     made.append(name(q, cache, *sizes, named, None, 40, sparse_mla_top_k_lens=own.flatten(), **options))
     starts = torch.arange(4, dtype=torch.int32, device=device) * tokens
     packed = dict(cum_seq_lens_q=starts, max_q_len=tokens)
-    made.append(
-        name(q.flatten(0, 1), cache, *sizes, named.flatten(0, 1), lengths, 40, **packed, **options)
-    )
+    made.append(name(q.flatten(0, 1), cache, *sizes, named.flatten(0, 1), lengths, 40, **packed, **options))
     for i in range(3):
         for j in range(tokens):
             rows = named[i, j, : max(int(own[i, j]), 0)]
@@ -440,11 +440,29 @@ def test_refusals_name_what_works():
             name(q, batch.cache, *sizes, **given)
     with pytest.raises(fa_attn.UnsupportedError, match="q has 2 beams: give one"):
         flashinfer.xqa(
-            q[:, None].expand(3, 2, HEADS, DIM), *batch.cache.unbind(1), *sizes[1:3], q, None, None, 2, 8,
+            q[:, None].expand(3, 2, HEADS, DIM),
+            *batch.cache.unbind(1),
+            *sizes[1:3],
+            q,
+            None,
+            None,
+            2,
+            8,
             kv_layout="HND",
         )
     with pytest.raises(fa_attn.InputError, match="mask_mode is 'chunked' without chunked_attention_size"):
         flashinfer.trtllm_fmha_v2_prefill(
-            (q, batch.cache), "Q_PAGED_KV_HND", None, batch.lengths, 1, 33, 1.0, 1.0, 3, None, None,
-            batch.table, mask_mode="chunked",
+            (q, batch.cache),
+            "Q_PAGED_KV_HND",
+            None,
+            batch.lengths,
+            1,
+            33,
+            1.0,
+            1.0,
+            3,
+            None,
+            None,
+            batch.table,
+            mask_mode="chunked",
         )

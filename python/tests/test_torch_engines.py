@@ -114,9 +114,7 @@ def test_work_that_is_planned_for_packed_queries(device, dtype):
     options = dict(cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=used, max_seqlen_k=32, block_table=table)
     want = fa_attn.flash_attn_varlen_func(q, pages, pages, causal=True, **options)
     for _ in range(2):
-        out = fa_attn.flash_attn_varlen_func(
-            q, pages, pages, causal=True, scheduler_metadata=meta, **options
-        )
+        out = fa_attn.flash_attn_varlen_func(q, pages, pages, causal=True, scheduler_metadata=meta, **options)
         assert torch.equal(out, want)
     with pytest.raises(fa_attn.InputError, match="scheduler_metadata is of causal = True"):
         fa_attn.flash_attn_varlen_func(q, pages, pages, scheduler_metadata=meta, **options)
@@ -139,7 +137,9 @@ def test_ranks_have_every_nth_key(device, dtype, tokens):
         made = fa_attn.flash_attn_varlen_func(
             q, *own, starts, None, tokens, 8, seqused_k=used, **options, fa_version=3
         )
-        again = fa_attn.flash_attn_with_kvcache(q.unflatten(0, (3, tokens)), *own, cache_seqlens=used, **options)
+        again = fa_attn.flash_attn_with_kvcache(
+            q.unflatten(0, (3, tokens)), *own, cache_seqlens=used, **options
+        )
         close(again[0].flatten(0, 1), made[0], dtype)
         parts.append(made)
     out, _ = fa_attn.merge(*zip(*parts))
