@@ -162,7 +162,7 @@ def flash_attn_with_kvcache(
     with `return_softmax_lse` (out, lse). There are no gradients.
     """
     if options and options.get("cp_world_size") not in (None, 1):
-        causal, options = of_rank(causal, window_size, options)  # type: ignore[assignment]
+        causal, options = of_rank(causal, window_size, options)
         # A plan of causal work is not of this mask's.
         window_size, scheduler_metadata = (-1, -1), None
     face = face_of(q)
