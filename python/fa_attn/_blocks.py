@@ -113,16 +113,23 @@ def check_cover(states: Any, block: Tuple[int, int], lengths: Tuple[int, int]) -
         raise InputError(f"the lists have blocks for {covered} queries and keys, of {tuple(lengths)}")
 
 
+def _state(states, rows, keys):
+    """The state of a pair's block. What sequences or heads share does not name them, so that kernels find its
+    tiles once for all."""
+    of, at = ("0" if size == 1 else name for name, size in zip("bh", states.shape))
+    return f"fa_blocks[{of}, {at}, q // {rows}, k // {keys}]"
+
+
 def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None, lengths: Any = None) -> Program:
     """The program of block states, and of `mask_mod` (a function, a text or a Program) in those that are
     partial."""
     rows, keys = block
     if mask_mod is None or getattr(mask_mod, "__name__", "") == "noop_mask":
-        text = f"array fa_blocks: u8[_, _, _, _];\nmask = fa_blocks[b, h, q // {rows}, k // {keys}] != 0;"
+        text = f"array fa_blocks: u8[_, _, _, _];\nmask = {_state(states, rows, keys)} != 0;"
         return Program(text, {"fa_blocks": states})
     if isinstance(mask_mod, (str, Program)):
         own = Program.of_mask(mask_mod)
-        state = f"fa_blocks[b, h, q // {rows}, k // {keys}]"
+        state = _state(states, rows, keys)
         text = re.sub(
             r"\bmask = (.*);\s*$",
             lambda found: f"mask = {state} == {FULL} or {state} == {PARTIAL} and ({found[1]});",

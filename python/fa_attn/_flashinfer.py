@@ -112,6 +112,11 @@ def check_buffer(name, buffer, device):
         )
 
 
+def int32_of(x):
+    """int32 on the tensor's device; of uint32, which torch converts on few devices, the same bits."""
+    return x.view(torch.int32) if x.dtype is torch.uint32 else x.to(torch.int32)
+
+
 def on_host(tensor):
     return tensor.detach().to("cpu", torch.int64)
 
@@ -321,7 +326,20 @@ def scaled(scores, q, q_scale, k_scale, descales):
     return scale
 
 
-def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mask=None):
+def program_of(jit_args):
+    """The scores and masks of a wrapper's own that `jit_args` is, as a program; None without."""
+    if jit_args is None:
+        return None
+    if not isinstance(jit_args, (str, Program)):
+        kind = type(jit_args).__name__
+        raise UnsupportedError(
+            f"jit_args is {kind}: FlashInfer's variants are CUDA's text, give a program's "
+            "(docs/programs.md), as a str or fa_attn's Program; sinks are an argument of run()"
+        )
+    return Program.of_score(jit_args)
+
+
+def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mask=None, program=None):
     """The keyword arguments of a call with these scores."""
     made = dict(descales or {})
     made["softmax_scale"] = scaled(scores, q, q_scale, k_scale, made)
@@ -330,8 +348,14 @@ def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mas
     made["softcap"] = scores.soft_cap
     if mask is not None:
         made["mask_mod"] = mask
+    if scores.encoding == "ALIBI" and program is not None:
+        raise UnsupportedError(
+            "pos_encoding_mode='ALIBI' with jit_args: write slope[h] * (k - q) into the program"
+        )
     if scores.encoding == "ALIBI":
-        made["score_mod"] = alibi(heads, q.device)
+        program = alibi(heads, q.device)
+    if program is not None:
+        made["score_mod"] = program
     return made
 
 
@@ -342,6 +366,14 @@ def of_codes(q, scale_q):
     return (q.float() * scale_q.to(q.device, torch.float32).reshape(-1, 1)).to(
         torch.bfloat16 if q.dtype in _CODES else q.dtype
     )
+
+
+def narrowed(x, dtype):
+    """Numbers of another type, those beyond the range of codes the largest of these, as by kernels."""
+    if dtype in _CODES:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
 
 
 class Results(NamedTuple):
@@ -360,7 +392,8 @@ class Results(NamedTuple):
             return None
         if tuple(self.out.shape) != tuple(shape):
             raise InputError(f"out has the shape {tuple(self.out.shape)}: it must be {tuple(shape)}")
-        is_plain = self.out.dtype == dtype and (self.dtype or dtype) == dtype
+        # Of q in codes the result is of 16 bits.
+        is_plain = self.out.dtype == dtype and (self.dtype or dtype) == dtype and dtype.itemsize > 1
         return self.out if is_plain and self.is_whole else None
 
     @property
@@ -372,11 +405,12 @@ class Results(NamedTuple):
         if not self.is_whole:
             made = made * self.factor
         if self.dtype is not None and made.dtype != self.dtype:
-            made = made.to(self.dtype)
-        if self.out is not None and made.data_ptr() != self.out.data_ptr():
+            made = narrowed(made, self.dtype)
+        if self.out is not None:
             if self.out.dtype != made.dtype:
                 raise InputError(f"out holds {self.out.dtype}: it must hold {made.dtype}, as planned")
-            made = self.out.copy_(made)
+            is_there = made.data_ptr() == self.out.data_ptr()
+            made = self.out if is_there else self.out.copy_(made)
         if not self.wants_lse and self.lse is None:
             return made
         lse = lse.transpose(-1, -2)

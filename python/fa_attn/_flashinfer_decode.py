@@ -29,11 +29,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         paged_kv_indices_buffer: Optional[Tensor] = None,
         paged_kv_last_page_len_buffer: Optional[Tensor] = None,
         backend: str = "auto",
-        jit_args: None = None,
+        jit_args: Any = None,
     ) -> None:
-        refuse(jit_args=jit_args)
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, jit_args)
         self.use_tensor_cores = use_tensor_cores
 
     def plan(
@@ -105,15 +104,15 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         kv_cache_sf: None = None,
     ) -> Any:
         """out (requests, heads_q, head_dim), with `return_lse` (out, lse); q (requests, heads_q, head_dim),
-        with several tokens of each request one after another."""
+        with several tokens of each request one after another, `q_len_per_req` or as many as planned."""
         refuse(
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
         )
         k, v = caches_of(paged_kv_cache, self._layout)
         self._check(q, k)
-        rows = self._rows
-        if q_len_per_req is not None and q_len_per_req != rows:
-            raise InputError(f"q_len_per_req is {q_len_per_req}: the plan is of {rows}")
+        rows = self._rows if q_len_per_req is None else count("q_len_per_req", q_len_per_req, 1)
+        if rows > 1 and not self._scores.causal:
+            self._scores = self._scores._replace(causal=True)
         batch = self._pages.lengths.shape[0]
         if q.shape[0] != batch * rows:
             raise InputError(f"q has {q.shape[0]} rows: the plan is of {batch} requests with {rows} each")

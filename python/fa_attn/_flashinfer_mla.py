@@ -1,23 +1,30 @@
-"""FlashInfer's wrapper for latents (MLA) on a paged cache."""
+"""FlashInfer's latents (MLA) on a paged cache: its wrapper, and its functions on tables and lengths."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Optional
+import math
+from types import SimpleNamespace
+from typing import Any, Optional, Union
 
 import torch
 
-from ._core import InputError
+from ._checks import count, flag, number
+from ._core import InputError, UnsupportedError
 from ._flashinfer import (
     LOG2_E,
     Results,
     check_buffer,
+    dtype_of,
+    int32_of,
     keywords,
     refuse,
     scores_of,
     with_page,
 )
-from ._flashinfer_plans import PagedPlan
+from ._flashinfer_plans import PagedPlan, on_pages
+from ._modifications import keys_of_rank
+from .flash_mla import flash_mla_with_kvcache
 from .interface import flash_attn_with_kvcache
 
 Tensor = torch.Tensor
@@ -77,7 +84,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         kv_len: Optional[Tensor] = None,
         page_table: Optional[Tensor] = None,
         return_lse_base_on_e: bool = False,
-        o_scale: None = None,
+        o_scale: Optional[float] = None,
         *,
         ckv_scale: Optional[float] = None,
         ckv_scale_arr: None = None,
@@ -86,8 +93,29 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         """out (queries, heads, latents), with `return_lse` (out, lse), in base e with `return_lse_base_on_e`.
         q_nope (queries, heads, latents), q_pe (queries, heads, rotary columns), ckv_cache (pages, page,
         latents), kpe_cache (pages, page, rotary columns); caches of float8_e4m3fn, or float8_e5m2, are
-        multiplied by `ckv_scale` and `kpe_scale`."""
-        refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        multiplied by `ckv_scale` and `kpe_scale`.
+
+        With `kv_len` and `page_table` (requests, pages), and without a plan, requests of one token each have
+        so many keys on these pages, and the scale is 192 ** -0.5, as of FlashInfer's 'cutlass'. `o_scale`:
+        the result is divided by it, for an `out` of codes."""
+        refuse(profiler_buffer=profiler_buffer, ckv_scale_arr=ckv_scale_arr)
+        factor = None
+        if o_scale is not None:
+            if out is None or out.dtype.itemsize != 1:
+                raise InputError("o_scale belongs to a result in codes: give out of float8_e4m3fn")
+            factor = 1.0 / number("o_scale", o_scale)
+        if self._scores is None and (kv_len is not None or page_table is not None):
+            if kv_len is None or page_table is None:
+                raise InputError("kv_len and page_table belong together: give both, or plan()")
+            base = 1.0 if return_lse_base_on_e else LOG2_E
+            dtype = q_nope.dtype if out is None else out.dtype
+            results = Results(dtype, factor, out, lse, return_lse, base)
+            q = torch.cat((q_nope, q_pe), -1)
+            pages = (page_table, kv_len)
+            caches = (ckv_cache, kpe_cache)
+            return _on_latents(q.unsqueeze(1), caches, q_nope.shape[-1], *pages, 192**-0.5, None, results)
+        if kv_len is not None or page_table is not None:
+            raise InputError("kv_len and page_table after plan(): the plan has them, leave them out")
         v, k = ckv_cache.unsqueeze(-2), kpe_cache.unsqueeze(-2)
         self._check(q_nope, v, ("q_nope", "ckv_cache"))
         for name, x, like in (("q_pe", q_pe, q_nope), ("kpe_cache", kpe_cache, ckv_cache)):
@@ -101,7 +129,8 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
             )
         self._check_rows(q_nope, "q_nope")
         base = 1.0 if return_lse_base_on_e else LOG2_E
-        results = Results(self._types[2], None, out, lse, return_lse, base)
+        dtype = self._types[2] if factor is None else out.dtype
+        results = Results(dtype, factor, out, lse, return_lse, base)
         k, v = with_page(k), with_page(v)
         q, qv = q_pe, q_nope
         if not k.shape[-1]:
@@ -126,3 +155,256 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         return results.of(made, made_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+Factor = Union[float, Tensor]
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Optional[Tensor],
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Optional[Tensor] = None,
+    bmm1_scale: Factor = 1.0,
+    bmm2_scale: Factor = 1.0,
+    sinks: Any = None,
+    skip_softmax_threshold_scale_factor: None = None,
+    enable_pdl: Optional[bool] = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Optional[Tensor] = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Optional[Tensor] = None,
+    max_q_len: Optional[int] = None,
+    multi_ctas_kv_counter_buffer: Optional[Tensor] = None,
+    sparse_mla_top_k_lens: Optional[Tensor] = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Optional[Tensor] = None,
+    use_fp16_softmax: Optional[bool] = None,
+) -> Any:
+    """Attention of new tokens, `query` (requests, tokens, heads, columns) or with `cum_seq_lens_q` (all
+    tokens, heads, columns), on latents: rows of `kv_lora_rank` + `qk_rope_head_dim` columns, the first of
+    which are the values, in pages (pages, page, columns), or (pages, 1, page, columns). Tokens see the keys
+    before them and themselves. The result has q's type, bfloat16 beside codes; lse (all tokens, heads), in base 2.
+
+    With `sparse_mla_top_k` the rows that each token sees are named by `block_tables` (requests, tokens,
+    top_k), or (all tokens, top_k), as page * page size + place, -1 for none; of these it sees as many as
+    `seq_lens` has keys for it, or says for each token, and `sparse_mla_top_k_lens`. kv_cache may then be of
+    bytes, rows of 656 (`kv_scale_format` says how their scales were found, and changes nothing).
+
+    `enable_dcp`: the cache has the keys of the whole whose place modulo `cp_world` is `cp_rank`;
+    `causal_seqlens_kv_global` (requests,): keys of the whole. Parts are merged by their lse."""
+    refuse(
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        use_fp16_softmax=use_fp16_softmax,
+    )
+    if not uses_shared_paged_kv_idx:
+        raise UnsupportedError("uses_shared_paged_kv_idx=False: keys and values are one row, give one table")
+    columns = kv_lora_rank + qk_rope_head_dim
+    packed = cum_seq_lens_q is not None
+    if query.dim() != (3 if packed else 4) or query.shape[-1] != columns:
+        need = f"(all tokens, heads, {columns})" if packed else f"(requests, tokens, heads, {columns})"
+        raise InputError(f"query has the shape {tuple(query.shape)}: it must be {need}")
+    cache = kv_cache.squeeze(1) if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
+    if cache.dim() != 3:
+        raise InputError(f"kv_cache has the shape {tuple(kv_cache.shape)}: it must be (pages, page, columns)")
+    if sinks is not None and isinstance(sinks, (tuple, list)):
+        (sinks,) = sinks
+    q, shape = query, (*query.shape[:-1], kv_lora_rank)
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    tokens = math.prod(query.shape[:-2])
+    # Rows of the result are packed, whatever the shapes of the caller's.
+    room = None if out is None else out.view(tokens, *shape[-2:])
+    of_lse = None if lse is None else lse.view(tokens, shape[-2])
+    results = Results(
+        dtype_of(None, dtype if out is None else out.dtype),
+        None,
+        room,
+        of_lse,
+        flag("return_lse", return_lse),
+    )
+    if isinstance(bmm1_scale, Tensor):
+        # One number is of the rows as keys and as values.
+        q, scale = (q.float() * bmm1_scale.float()).to(dtype), 1.0
+    else:
+        scale = number("bmm1_scale", bmm1_scale)
+    results = results._replace(factor=bmm2_scale)
+    if sparse_mla_top_k:
+        if enable_dcp:
+            raise UnsupportedError("enable_dcp with sparse_mla_top_k: leave one of them out")
+        made = _on_named_rows(
+            q,
+            cache,
+            kv_lora_rank,
+            block_tables,
+            seq_lens,
+            sparse_mla_top_k_lens,
+            scale,
+            sinks,
+            results,
+            cum_seq_lens_q,
+        )
+    else:
+        if sparse_mla_top_k_lens is not None:
+            raise InputError("sparse_mla_top_k_lens without sparse_mla_top_k: it belongs to it, leave it out")
+        if seq_lens is None:
+            raise InputError("seq_lens is None: give the keys of each request")
+        mask = None
+        if flag("enable_dcp", enable_dcp):
+            if causal_seqlens_kv_global is None:
+                raise InputError("enable_dcp without causal_seqlens_kv_global: give keys of the whole")
+            mask = keys_of_rank(int32_of(causal_seqlens_kv_global), cp_world, cp_rank)
+        longest = query.shape[0] if max_q_len is None else count("max_q_len", max_q_len)
+        longest = longest if packed else query.shape[1]
+        made = _on_latents(
+            q,
+            cache,
+            kv_lora_rank,
+            block_tables,
+            seq_lens,
+            scale,
+            sinks,
+            results,
+            cum_seq_lens_q,
+            longest,
+            mask,
+        )
+    if not return_lse:
+        return out if out is not None else made.view(shape)
+    return (out if out is not None else made[0].view(shape)), (lse if lse is not None else made[1])
+
+
+def _on_latents(q, cache, rank, table, lengths, scale, sinks, results, starts=None, longest=1, mask=None):
+    """Attention on pages of latents, of one cache or of two: latents and rotary columns."""
+    parts = cache if isinstance(cache, tuple) else (cache[..., :rank], cache[..., rank:])
+    v, k = (with_page(x).unsqueeze(-2) for x in parts)
+    call = dict(
+        softmax_scale=scale,
+        causal=mask is None,
+        sinks=None if sinks is None else sinks.reshape(-1),
+        return_softmax_lse=results.wants_lse or results.lse is not None,
+        mask_mod=mask,
+    )
+    if q.dtype.itemsize == 1:
+        # Their values, which meet codes or numbers.
+        q = q.to(torch.bfloat16)
+    q, call["qv"] = q[..., rank:], q[..., :rank]
+    if not k.shape[-1]:
+        q, k = call.pop("qv"), v
+    starts = None if starts is None else int32_of(starts)
+    pages = SimpleNamespace(table=int32_of(table), lengths=int32_of(lengths))
+    if call["mask_mod"] is None:
+        del call["mask_mod"]
+    return on_pages(q, k, v, pages, starts, longest, results, call)
+
+
+def _on_named_rows(q, cache, rank, indices, lengths, of_top, scale, sinks, results, starts):
+    """Attention of tokens on the rows that each names."""
+    tokens, batch = math.prod(q.shape[:-2]), q.shape[0]
+    indices = indices.reshape(tokens, 1, indices.shape[-1])
+    top = None if of_top is None else int32_of(of_top).reshape(-1)
+    if lengths is not None:
+        lengths = int32_of(lengths).reshape(-1)
+        if starts is not None and lengths.shape[0] != tokens:
+            starts = int32_of(starts)
+            at = torch.arange(tokens, device=q.device)
+            of = torch.searchsorted(starts[1:].contiguous(), at, right=True).clamp(max=lengths.shape[0] - 1)
+            lengths = lengths[of] - (starts[1:][of] - 1 - at)
+        elif lengths.shape[0] == batch != tokens:
+            # Of a request's tokens the last sees all of its keys.
+            behind = torch.arange(1 - q.shape[1], 1, device=q.device)
+            lengths = (lengths[:, None] + behind).reshape(-1)
+        if lengths.shape[0] != tokens:
+            raise InputError(f"seq_lens has {lengths.shape[0]} elements: one for each request or each token")
+        lengths = lengths.clamp(0, indices.shape[-1]).to(torch.int32)
+        top = lengths if top is None else torch.minimum(top, lengths)
+    if sinks is not None and (results.wants_lse or results.lse is not None):
+        raise UnsupportedError("sinks with lse of named rows: leave one of them out")
+    made, lse = flash_mla_with_kvcache(
+        q.reshape(tokens, 1, *q.shape[-2:]),
+        cache.unsqueeze(2),
+        None,
+        None,
+        rank,
+        softmax_scale=scale,
+        is_fp8_kvcache=cache.dtype.itemsize == 1,
+        indices=indices,
+        topk_length=top,
+        attn_sink=None if sinks is None else sinks.reshape(-1).float(),
+    )
+    lse = lse.squeeze(-1)
+    # A row that sees no key has +inf there.
+    return results.of(made.squeeze(1), lse.masked_fill(lse == torch.inf, -torch.inf).transpose(0, 1))
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Optional[Tensor] = None,
+    bmm1_scale: Factor = 1.0,
+    bmm2_scale: Factor = 1.0,
+    sinks: Any = None,
+    enable_pdl: Optional[bool] = None,
+) -> Tensor:
+    """`trtllm_batch_decode_with_kv_cache_mla` of requests whose keys all tokens see up to their own."""
+    sizes = (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    scales = dict(out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
+    return trtllm_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, *sizes, block_tables, seq_lens, max_seq_len, **scales
+    )
+
+
+def xqa_mla(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    workspace_buffer: Tensor,
+    semaphores: Tensor,
+    page_size: int,
+    q_scale: Factor = 1.0,
+    kv_scale: Factor = 1.0,
+    sm_count: Optional[int] = None,
+    enable_pdl: Optional[bool] = None,
+) -> None:
+    """Attention of q (requests, 1, heads, columns) on latents, written to `output` (.., latents): scores are
+    multiplied by `q_scale` and `kv_scale`, the result by `kv_scale`. k_cache and v_cache: the same rows
+    (rows, columns), or (pages, page, 1, columns)."""
+    if v_cache.data_ptr() != k_cache.data_ptr():
+        raise UnsupportedError("v_cache apart from k_cache: values are the first columns of the keys' rows")
+    rank = output.shape[-1]
+    made = trtllm_batch_decode_with_kv_cache_mla(
+        q,
+        k_cache.reshape(-1, page_size, q.shape[-1]),
+        workspace_buffer,
+        0,
+        rank,
+        q.shape[-1] - rank,
+        page_table,
+        seq_lens.reshape(-1),
+        page_table.shape[-1] * page_size,
+        bmm1_scale=q_scale * kv_scale,
+        bmm2_scale=kv_scale,
+    )
+    output.copy_(made.view(output.shape))

@@ -21,6 +21,7 @@ from ._flashinfer import (
     of_codes,
     on_host,
     places_of,
+    program_of,
     rotated,
     scores_of,
     segments,
@@ -42,11 +43,40 @@ def is_undivided(disable_split_kv, fixed_split_size):
     return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
 
 
+def on_pages(q, k, v, pages, starts, longest, results, call):
+    """Attention on `pages` (a table and lengths) of q, (batch, rows, heads, head_dim) or with starts packed;
+    what it returns has packed rows. `call`: keyword arguments, and it may have a `factor` of the result."""
+    if "factor" in call:
+        call = dict(call)
+        results = results._replace(factor=call.pop("factor"))
+    shape, packed = (*q.shape[:-1], v.shape[-1]), starts is not None
+    room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
+    if not packed and room is not None:
+        room = room.view(shape)
+    made = flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=pages.lengths,
+        block_table=pages.table,
+        cu_seqlens_q=starts,
+        max_seqlen_q=longest if packed else None,
+        out=room,
+        **call,
+    )
+    made, lse = made if call["return_softmax_lse"] else (made, None)
+    if not packed:
+        made = made.flatten(0, 1)
+        lse = None if lse is None else lse.transpose(0, 1).flatten(1)
+    return results.of(made, lse)
+
+
 class Plan:
     """What the plans of a batch's queries, keys and masks have in common."""
 
-    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph):
+    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, jit_args=None):
         self.device = float_workspace_buffer.device
+        self._program = program_of(jit_args)
         self._layout = check_layout(kv_layout)
         self._captures = bool(use_cuda_graph)
         self._scores: Optional[Scores] = None
@@ -141,7 +171,9 @@ class Plan:
         if not args:
             return q, {}
         if len(args) != 3 or q.dtype.itemsize != 1:
-            raise UnsupportedError("run() takes no further arguments by position: they are of jit_args")
+            raise UnsupportedError(
+                "run() takes no further arguments by position: a program of jit_args has its arrays"
+            )
         return of_codes(q, args[0]), descales_of(*args[1:])
 
     def _old(self, causal, scores):
@@ -152,8 +184,8 @@ class Plan:
 class PagedPlan(Plan):
     """A batch of queries on pages."""
 
-    def __init__(self, workspace, kv_layout, use_cuda_graph, buffers):
-        super().__init__(workspace, kv_layout, use_cuda_graph)
+    def __init__(self, workspace, kv_layout, use_cuda_graph, buffers, jit_args=None):
+        super().__init__(workspace, kv_layout, use_cuda_graph, jit_args)
         self._pages = Pages(self.device, buffers if self._captures else None)
 
     def _check(self, q, k, names=("q", "k")):
@@ -204,13 +236,11 @@ class PagedPlan(Plan):
         has_factors = q_scale is not None or k_scale is not None or descales
         of_scores, of_mask, call = self._kept
         if has_factors or of_scores is not scores or of_mask is not self._mask:
-            call = keywords(
-                scores, q, q.shape[-2], q_scale=q_scale, k_scale=k_scale, descales=descales, mask=self._mask
-            )
+            factors = dict(q_scale=q_scale, k_scale=k_scale, descales=descales)
+            call = keywords(scores, q, q.shape[-2], mask=self._mask, program=self._program, **factors)
             if not has_factors:
                 self._kept = (scores, self._mask, call)
         call = dict(call)
-        shape = (*q.shape[:-1], v.shape[-1])
         packed, k, v = starts is not None, with_page(k), with_page(v)
         # Making and turning an LSE takes as long as the call's checks.
         wants_lse = results.wants_lse or results.lse is not None
@@ -233,22 +263,4 @@ class PagedPlan(Plan):
             k = rotated(k, place, scores)
             made = flash_attn_varlen_func(q, k, v, starts, starts_k, longest, self._pages.longest, **call)
             return results.of(*made) if wants_lse else results.of(made)
-        room = results.room(shape if packed else (shape[0] * shape[1], *shape[2:]), q.dtype)
-        if not packed and room is not None:
-            room = room.view(shape)
-        made = flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=self._pages.lengths,
-            block_table=self._pages.table,
-            cu_seqlens_q=starts,
-            max_seqlen_q=longest if packed else None,
-            out=room,
-            **call,
-        )
-        made, lse = made if wants_lse else (made, None)
-        if not packed:
-            made = made.flatten(0, 1)
-            lse = None if lse is None else lse.transpose(0, 1).flatten(1)
-        return results.of(made, lse)
+        return on_pages(q, k, v, self._pages, starts, longest, results, call)

@@ -23,7 +23,6 @@ from ._flashinfer import (
     scores_of,
     starts_of,
 )
-from ._flashinfer_pages import segment_packbits
 from ._flashinfer_plans import PagedPlan, Plan, is_undivided
 from .interface import flash_attn_varlen_func
 
@@ -46,12 +45,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
         custom_mask_buf: Optional[Tensor] = None,
         mask_indptr_buf: Optional[Tensor] = None,
         backend: str = "auto",
-        jit_args: None = None,
+        jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        refuse(jit_args=jit_args)
         buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, jit_args)
         if use_cuda_graph and qo_indptr_buf is None:
             raise InputError("use_cuda_graph without qo_indptr_buf: give a tensor of (batch + 1,)")
         if use_cuda_graph:
@@ -249,11 +247,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         custom_mask_buf: Optional[Tensor] = None,
         mask_indptr_buf: Optional[Tensor] = None,
         backend: str = "auto",
-        jit_args: None = None,
+        jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        refuse(jit_args=jit_args)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
         self._starts = [qo_indptr_buf, kv_indptr_buf]
         if use_cuda_graph and None in self._starts:
             raise InputError("use_cuda_graph without qo_indptr_buf and kv_indptr_buf: give both")
@@ -364,6 +361,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
             k_scale=k_scale,
             descales=descales,
             mask=self._mask,
+            program=self._program,
         )
         results = Results(self._types[2], v_scale, out, lse, return_lse)
         made, made_lse = flash_attn_varlen_func(

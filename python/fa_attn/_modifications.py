@@ -7,8 +7,8 @@ import re
 from typing import Any, NamedTuple, Optional, Tuple
 
 from ._blocks import of_tensors
-from ._checks import count
-from ._core import InputError, InputTypeError
+from ._checks import count, flag
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
 from ._options import MODIFICATIONS
 from ._programs import Program
@@ -223,6 +223,44 @@ def modifications(
     for part in parts[1:]:
         whole = whole.joined(part)
     return whole if whole.texts else None
+
+
+# Of a rank that has every `world`-th key of the whole, of which there are `whole`.
+_OF_RANK = """array whole: i32[_];
+scalar world: i32;
+scalar rank: i32;
+mask = k * world + rank < whole[b] - sq + 1 + q;"""
+
+
+def keys_of_rank(whole: Any, world: Any, rank: Any) -> Program:
+    """The causal mask of a rank whose key k is that of the place k * world + rank in the whole. `whole`: keys
+    of the whole of each sequence."""
+    world = count("cp_world_size", world, 1)
+    return Program(
+        _OF_RANK, {"whole": whole}, {"world": world, "rank": count("cp_rank", rank, largest=world - 1)}
+    )
+
+
+def of_rank(causal: Any, window: Any, options: Any) -> Tuple[Any, Any]:
+    """(causal, options) of a call on a rank's keys, by vLLM's `cp_world_size`, `cp_rank` and
+    `cp_tot_seqused_k`; without a causal mask a rank's keys are seen as they are."""
+    names = ("cp_world_size", "cp_rank", "cp_tot_seqused_k")
+    world, rank, whole = (options.get(name) for name in names)
+    if window is not None and tuple(window) not in ((-1, -1), (None, None), (-1, 0)):
+        raise UnsupportedError(f"cp_world_size = {world} with a window: keys of a rank have no neighbours")
+    kept = {name: x for name, x in options.items() if name not in names}
+    if window is not None and tuple(window) == (-1, 0):
+        causal = True
+    if not flag("causal", causal):
+        return False, kept
+    if whole is None:
+        raise InputError("cp_world_size without cp_tot_seqused_k: give keys of the whole, (batch,)")
+    if kept.get("mask_mod") is not None:
+        raise UnsupportedError(
+            f"cp_world_size = {world} with mask_mod: write the mask of the rank's keys into it"
+        )
+    kept["mask_mod"] = keys_of_rank(whole, world, 0 if rank is None else rank)
+    return False, kept
 
 
 def asked(q: Any, extents: Any, options: Any) -> Optional[Modifications]:

@@ -86,7 +86,7 @@ class Stored(NamedTuple):
 
 _NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
 _IN_ORDER = Only((None,), "keys are read in order: gather them, or give pages of one row")
-_ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
+_ONE_PROCESS = "keys of a rank are for flash_attn_varlen_func and flash_attn_with_kvcache"
 
 
 class CommonOptions(TypedDict, total=False):
@@ -129,7 +129,7 @@ class CommonOptions(TypedDict, total=False):
     ]
     cp_world_size: Annotated[Optional[int], Only((1, None), _ONE_PROCESS)]
     cp_rank: Annotated[Optional[int], Only((0, None), _ONE_PROCESS)]
-    cp_tot_seqused_k: Annotated[None, Only((None,), _ONE_PROCESS)]
+    cp_tot_seqused_k: Annotated[Optional[Array], Only((None,), _ONE_PROCESS)]
     num_heads_q: Annotated[
         None, Only((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func")
     ]

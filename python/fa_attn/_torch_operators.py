@@ -101,14 +101,12 @@ _ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
 def _setup(ctx, inputs, output):
     q, k, v, *arguments = inputs
     extras, options = extras_of(arguments)
-    ctx.is_paged, ctx.bounds, ctx.options = extras.page_table is not None, extras[-2:], options[:-2]
-    ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2])
+    ctx.bounds, ctx.options = extras[-2:], options[:-2]
+    ctx.save_for_backward(q, k, v, *output, *extras[:-2])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    if ctx.is_paged:
-        raise UnsupportedError("keys in pages have no gradients: pack or pad them")
     if dout is None and dlse is None:
         return (None,) * _ARGUMENTS
     q, k, v, out, lse, *extras = ctx.saved_tensors

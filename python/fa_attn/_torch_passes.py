@@ -20,6 +20,7 @@ from ._torch_memory import (
     stream_of,
     words_of,
 )
+from ._torch_paged import are_paged, gradients_of_pages
 from ._torch_schemas import flat
 from ._torch_shardings import distributed
 from ._torch_wide import is_wide, wide_gradients
@@ -72,6 +73,9 @@ def in_16_bits(q, options, extras):
 def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, programs=None, gradients=None):
     """Writes the gradients to `grads`, and those of the programs' arrays to `gradients`; returns that of the
     sinks, or None."""
+    if are_paged(extras):
+        arrays = (dout, q, k, v, out, lse, grads)
+        return gradients_of_pages(run_backward, *arrays, options, extras, dlse, programs, gradients)
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
     dlse = None if dlse is None else words_of(dlse)
     if dlse is not None and dlse.shape != lse.shape:
@@ -206,7 +210,11 @@ class Attention(torch.autograd.Function):
         if _by_operator(dout, dlse):
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (*grads, dsinks, *(None,) * 3)
-        grads = new_gradients(q, k, v, extras)
+        if are_paged(extras) and not any(ctx.needs_input_grad[1:3]):
+            # A cache that is only read has none, whatever its size.
+            grads = (torch.zeros_like(q), None, None)
+        else:
+            grads = new_gradients(q, k, v, extras)
         dsinks = run_backward(dout, q, k, v, out, lse, grads, ctx.options, extras, dlse)
         return (*grads, dsinks, *(None,) * 3)
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from ._checks import check_integers
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._core import InputError, InputTypeError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._programs import not_compiled
@@ -98,9 +98,7 @@ def _at_once(mods, q, k, v, arrays, options, extras, division, wants_lse):
     scalars = [(name, float(value)) for name, value in mods.scalars]
     named = with_bits(list(zip(mods.names, arrays)), scalars, q, k, extras)
     programs = list(mods.texts), named, scalars
-    return run_forward(
-        q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs
-    )
+    return run_forward(q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs)
 
 
 def _parted(arguments):
@@ -207,17 +205,15 @@ _ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
 def _setup(ctx, inputs, output):
     q, k, v, *others = inputs
     program, extras, options = _parted(others)
-    ctx.is_paged, ctx.bounds = extras.page_table is not None, extras[-2:]
+    ctx.bounds = extras[-2:]
     ctx.options, ctx.program = flat(options_of(options)[0]), program[_MOST:]
     arrays = program[:_MOST]
     ctx.wants = [x.requires_grad for x in arrays if x is not None]
-    ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2], *arrays)
+    ctx.save_for_backward(q, k, v, *output, *extras[:-2], *arrays)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    if ctx.is_paged:
-        raise UnsupportedError("keys in pages have no gradients: pack or pad them")
     if dout is None and dlse is None:
         return (None,) * _ARGUMENTS
     q, k, v, out, lse, *others = ctx.saved_tensors

@@ -79,6 +79,8 @@ def _ways(given):
 
 def _sharding(operator, given, way):
     """(placements of the results, placements of the arguments)."""
+    from torch.distributed.tensor import Partial
+
     is_paged = given.get("page_table") is not None
     axes = len(given["q"].shape)
     # Where these are not given, the result is a placeholder without elements.
@@ -87,7 +89,11 @@ def _sharding(operator, given, way):
     for name in _OUTPUTS[operator]:
         like = "q" if name in ("out", "rotated") else name
         count = {"lse": axes - 1, "dsinks": 1}.get(name) or len(given[like].shape)
-        outputs.append(placed(like, count, way if has.get(name, True) else WHOLE, is_paged))
+        if name in ("k", "v") and is_paged and way == BATCH:
+            # Each rank has the gradients that its sequences give to the pages of all.
+            outputs.append(Partial())
+        else:
+            outputs.append(placed(like, count, way if has.get(name, True) else WHOLE, is_paged))
     inputs = [
         placed(name, len(value.shape), way, is_paged) if hasattr(value, "placements") else None
         for name, value in given.items()

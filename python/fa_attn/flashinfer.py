@@ -1,5 +1,6 @@
 """FlashInfer's attention: its functions and wrappers for single requests, packed and paged batches, decoding,
-latents (MLA), cascades and merges, by its names, arguments, layouts and results.
+latents (MLA), listed blocks, cascades and merges, by its names, arguments, layouts and results; by the names
+of TensorRT-LLM's, XQA's and cuDNN's kernels too, whichever kernel of fa computes them.
 
 >>> import fa_attn.flashinfer as flashinfer
 >>> wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -19,43 +20,53 @@ called, not later.
 torch's operations in each call. Caches are of q's type, float8_e4m3fn or float8_e5m2; factors (`k_scale`,
 `v_scale`, ..) are numbers or tensors of one element.
 
+Functions on page tables (`trtllm_..`, `xqa`, ..) read nothing on the host and can be captured, but for
+cuDNN's offsets of results and values beside those of queries and keys, which are compared there. Their lse
+are in base 2, cuDNN's natural, and include sinks. Tables of K and V apart copy the pages that they name.
+
+`jit_args` is a program of fa (its text or a `Program`) in place of CUDA's text: scores and masks of a
+wrapper's own. A wrapper for a prefill beside decoding launches one kernel after the other.
+
 Accepted and not needed: workspaces, `backend`, `use_tensor_cores`, `use_fp16_qk_reduction`, `enable_pdl`,
-`non_blocking`, `use_profiler`, and lengths and tables that repeat the starts (`seq_lens`, `block_tables`,
-`max_token_per_sequence`, `max_item_len_ptr`, ..). `disable_split_kv` and `fixed_split_size` leave keys
-undivided: a row's bits do not depend on its batch. Refused by name: `jit_args`, NVFP4 caches
-(`kv_cache_sf`), skipped softmax. There are no gradients.
+`non_blocking`, `use_profiler`, `o_scale`, counters, and lengths and tables that repeat the starts
+(`seq_lens`, `block_tables` of plans, `max_token_per_sequence`, `max_item_len_ptr`, ..). `disable_split_kv`
+and `fixed_split_size` leave keys undivided: a row's bits do not depend on its batch. Refused by name: NVFP4
+caches and results (`kv_cache_sf`, `o_sf_scale`), skipped softmax, SageAttention's factors. There are no
+gradients.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 import types
-from typing import Any, Optional
 
-import torch
-
-from ._core import InputError
-from ._flashinfer import (
-    Results,
-    by_rows,
-    check_layout,
-    dtype_of,
-    keywords,
-    of_codes,
-    refuse,
-    rotated,
-    scores_of,
-    unpacked_bits,
+from ._flashinfer_calls import (
+    cudnn_batch_decode_with_kv_cache,
+    cudnn_batch_prefill_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    trtllm_fmha_v2_prefill,
+    trtllm_ragged_attention_deepseek,
+    xqa,
+    xqa_batch_decode_with_kv_cache,
 )
-from ._flashinfer_cascade import MultiLevelCascadeAttentionWrapper
+from ._flashinfer_cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+)
 from ._flashinfer_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from ._flashinfer_mla import BatchMLAPagedAttentionWrapper
+from ._flashinfer_mla import (
+    BatchMLAPagedAttentionWrapper,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+    xqa_mla,
+)
 from ._flashinfer_pages import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -67,28 +78,39 @@ from ._flashinfer_pages import (
     packbits,
     segment_packbits,
 )
-from ._flashinfer_plans import descales_of
+from ._flashinfer_pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from ._flashinfer_prefill import (
     BatchAttention,
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
-from .interface import flash_attn_func
-
-Tensor = torch.Tensor
+from ._flashinfer_single import (
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from ._flashinfer_sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = [
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "cudnn_batch_decode_with_kv_cache",
+    "cudnn_batch_prefill_with_kv_cache",
     "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
@@ -101,104 +123,16 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "stand_in",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
+    "xqa_mla",
 ]
-
-
-def single_prefill_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale_q: Optional[Tensor] = None,
-    scale_k: Optional[Tensor] = None,
-    scale_v: Optional[Tensor] = None,
-    o_dtype: Optional[torch.dtype] = None,
-    custom_mask: Optional[Tensor] = None,
-    packed_custom_mask: Optional[Tensor] = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: Optional[float] = None,
-    window_left: int = -1,
-    logits_soft_cap: Optional[float] = None,
-    rope_scale: Optional[float] = None,
-    rope_theta: Optional[float] = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: None = None,
-    k_scale: Optional[float] = None,
-    v_scale: Optional[float] = None,
-) -> Any:
-    """Attention of one request: q (rows, heads_q, head_dim), k and v (keys, heads_kv, head_dim), with 'HND'
-    (heads_kv, keys, head_dim). `custom_mask` (rows, keys), True where a key is seen, or its bits, the lowest
-    first, as `packbits` gives them: instead of `causal`."""
-    refuse(kv_cache_sf=kv_cache_sf)
-    scores = scores_of(
-        causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta
-    )
-    check_layout(kv_layout)
-    k, v = by_rows(k, kv_layout), by_rows(v, kv_layout)
-    rows, keys = q.shape[0], k.shape[0]
-    mask = custom_mask
-    if packed_custom_mask is not None:
-        mask = unpacked_bits(packed_custom_mask, rows * keys)
-    if mask is not None:
-        if mask.numel() != rows * keys:
-            raise InputError(f"the mask has {mask.numel()} elements: it must be ({rows}, {keys})")
-        mask = mask.reshape(rows, keys).bool()
-        scores = scores._replace(causal=False)
-    dtype = dtype_of(o_dtype, q.dtype)
-    q = of_codes(q, scale_q)
-    if scores.encoding == "ROPE_LLAMA":
-        ends = torch.arange(keys - rows, keys, device=q.device)
-        k = k.to(q.dtype)
-        q, k = rotated(q, ends, scores), rotated(k, torch.arange(keys, device=q.device), scores)
-        v = v.to(q.dtype)
-    call = keywords(scores, q, q.shape[1], k_scale=k_scale, descales=descales_of(scale_k, scale_v))
-    made, lse = flash_attn_func(q[None], k[None], v[None], mask=mask, return_softmax_lse=True, **call)
-    return Results(dtype, v_scale, wants_lse=return_lse).of(made[0], lse[0])
-
-
-single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
-
-
-def single_decode_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: Optional[float] = None,
-    k_scale: Optional[float] = None,
-    v_scale: Optional[float] = None,
-    window_left: int = -1,
-    logits_soft_cap: Optional[float] = None,
-    sm_scale: Optional[float] = None,
-    rope_scale: Optional[float] = None,
-    rope_theta: Optional[float] = None,
-    return_lse: bool = False,
-) -> Any:
-    """Attention of one token: q (heads_q, head_dim), k and v (keys, heads_kv, head_dim), or with 'HND'
-    (heads_kv, keys, head_dim). Returns out (heads_q, head_dim) and lse (heads_q,)."""
-    if q_scale is not None:
-        sm_scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * q_scale
-    out, lse = single_prefill_with_kv_cache(
-        q[None],
-        k,
-        v,
-        kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode,
-        sm_scale=sm_scale,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        return_lse=True,
-    )
-    return (out[0], lse[0]) if return_lse else out[0]
 
 
 _MODULES = {
@@ -207,21 +141,45 @@ _MODULES = {
         "BatchPrefillWithRaggedKVCacheWrapper",
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
+        "cudnn_batch_prefill_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
+        "trtllm_fmha_v2_prefill",
+        "trtllm_ragged_attention_deepseek",
     ),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "fast_decode_plan",
         "single_decode_with_kv_cache",
+        "cudnn_batch_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache_mla",
+        "xqa_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache_mla",
     ),
-    "cascade": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
+    "cudnn": ("cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "page": (
         "append_paged_kv_cache",
         "append_paged_mla_kv_cache",
         "get_batch_indices_positions",
         "get_seq_lens",
     ),
-    "mla": ("BatchMLAPagedAttentionWrapper",),
+    "mla": (
+        "BatchMLAPagedAttentionWrapper",
+        "trtllm_batch_decode_with_kv_cache_mla",
+        "xqa_batch_decode_with_kv_cache_mla",
+    ),
+    "xqa": ("xqa", "xqa_mla"),
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "quantization": ("packbits", "segment_packbits"),
 }

@@ -48,8 +48,12 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `scheduler_metadata`
   (but of `flash_attn_varlen_func` and `flash_attn_with_kvcache`), `score_mod_bwd`,
   `block_sparse_tensors_bwd`, `aux_tensors`, `aux_tensor_leading_dims`, `aux_scalars`, `dynamic_causal`,
-  `gather_kv_indices`, `gather_kv_valid_length`, `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k`
-  None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an error.
+  `gather_kv_indices`, `gather_kv_valid_length`, `seqlen_k_per_split` and `num_heads_q` None. Any other value
+  raises an error.
+- `cp_world_size`, `cp_rank`, `cp_tot_seqused_k`, of `flash_attn_varlen_func` and `flash_attn_with_kvcache`:
+  the keys are those whose place in the whole modulo `cp_world_size` is `cp_rank`, as vLLM deals caches to
+  ranks; `cp_tot_seqused_k`, int32 (batch,), are keys of the whole, to which a causal mask is aligned. Results
+  of ranks are joined by their LSE (`merge`). Without windows.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """

@@ -9,6 +9,7 @@ from ._calls import attention_of, face_of_stacked, gradients_of, of_stacked
 from ._checks import array
 from ._core import InputError
 from ._faces import face_of
+from ._modifications import of_rank
 from ._options import DividedOptions, Options, call_options, extras_of, read_options, with_options
 from ._schedules import SchedulerMetadata, plans_of
 from ._types import A, Array, Window
@@ -89,12 +90,17 @@ def flash_attn_varlen_func(
     int32 (batch + 1,), the first row of each sequence, then the end of the last; None where the side is
     padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows in use
     of a packed sequence. With `block_table` (also `page_table`), int32 (batch, pages of a sequence), k and v
-    are (pages, page, heads_kv, head_dim), any page size, and have no gradients; their lengths come from
-    cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,), rows in use of each sequence. `out`:
-    see `flash_attn_func`. `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
+    are (pages, page, heads_kv, head_dim), any page size; their lengths come from cu_seqlens_k or seqused_k.
+    Torch's have gradients, q's too, from copies of the keys of all columns of the table. `seqused_q`,
+    `seqused_k`: int32 (batch,), rows in use of each sequence. `out`: see `flash_attn_func`.
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths.
     Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch tensors on a GPU, and
     where `out` is given, rows of out that belong to no sequence are not written.
     """
+    if options and options.get("cp_world_size") not in (None, 1):
+        causal, options = of_rank(causal, window_size, options)
+        # A plan of causal work is not of this mask's.
+        window_size, scheduler_metadata = (-1, -1), None
     face = face_of(q)
     made = face.plain_attention(
         q,

@@ -21,7 +21,7 @@ from ._checks import (
 from ._codes import as_codes, by_factor, coded, encoded, is_per_row, joining
 from ._core import InputError, UnsupportedError
 from ._faces import face_of, of_one_library
-from ._modifications import Extents, asked
+from ._modifications import Extents, asked, of_rank
 from ._options import (
     CallOptions,
     CommonOptions,
@@ -161,6 +161,10 @@ def flash_attn_with_kvcache(
     without its last axis, are written with the rows; k and v that are codes join it as they are. Returns out;
     with `return_softmax_lse` (out, lse). There are no gradients.
     """
+    if options and options.get("cp_world_size") not in (None, 1):
+        causal, options = of_rank(causal, window_size, options)
+        # A plan of causal work is not of this mask's.
+        window_size, scheduler_metadata = (-1, -1), None
     face = face_of(q)
     mask = (softmax_scale, causal, window_size, softcap, False)
     results = (out, return_softmax_lse, return_lse, False)

@@ -127,6 +127,10 @@ def test_a_decode_is_attention(tokens):
     wrapper.plan(*pages, HEADS, HEADS_KV, DIM, 4, **plan)
     want = expected(q, own, rows, causal=True, window=(7, 0), sinks=sinks.numpy())
     check(wrapper.run(q, cache, sinks=sinks, return_lse=True), want)
+    # A plan of one token takes runs of several.
+    wrapper.plan(*pages, HEADS, HEADS_KV, DIM, 4, window_left=7, **TYPES)
+    check(wrapper.run(q, cache, sinks=sinks, return_lse=True, q_len_per_req=tokens), want)
+    wrapper.plan(*pages, HEADS, HEADS_KV, DIM, 4, **plan)
     # A factor of keys is one of scores, one of values is one of the result.
     want = expected(q, own, rows, causal=True, window=(7, 0), scale=0.5 * DIM**-0.5)
     got = wrapper.run(q, cache, k_scale=0.25, q_scale=torch.tensor(2.0), v_scale=3.0, return_lse=True)
@@ -322,6 +326,31 @@ def test_latents_in_two_caches(rotary):
     check(wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True), want)
     got = wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True, return_lse_base_on_e=True)
     check(got, (want[0], want[1] / math.log2(math.e)))
+    table = torch.tensor([[4, 0, 2], [3, 3, 3]], dtype=torch.int32)
+    with pytest.raises(fa_attn.InputError, match=r"kv_len and page_table after plan\(\)"):
+        wrapper.run(q_nope, q_pe, ckv, kpe, kv_len=lengths, page_table=table)
+
+
+def test_latents_without_a_plan():
+    torch.manual_seed(5)
+    page, latents, rotary, keys = 8, 128, 64, (19, 6)
+    ckv, kpe = torch.randn(5, page, latents), torch.randn(5, page, rotary)
+    q_nope, q_pe = torch.randn(2, 4, latents), torch.randn(2, 4, rotary)
+    table = torch.tensor([[4, 0, 2], [3, 3, 3]], dtype=torch.int32)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, backend="cutlass")
+    made = wrapper.run(q_nope, q_pe, ckv, kpe, kv_len=torch.tensor(keys, dtype=torch.int32), page_table=table)
+    own = []
+    for n, pages in zip(keys, ([4, 0, 2], [3])):
+        v = ckv[pages].reshape(-1, 1, latents)[:n]
+        own.append((torch.cat((v, kpe[pages].flatten(0, 1)[:n, None]), -1), v))
+    want = expected(torch.cat((q_nope, q_pe), -1), own, (1, 1), causal=True, scale=192**-0.5)
+    check([made], want[:1])
+    out = torch.empty(made.shape, dtype=torch.float8_e4m3fn)
+    lengths = torch.tensor(keys, dtype=torch.int32)
+    wrapper.run(q_nope, q_pe, ckv, kpe, kv_len=lengths, page_table=table, out=out, o_scale=0.25)
+    check([out.float() / 4], want[:1], 0.04)
+    with pytest.raises(fa_attn.InputError, match="kv_len and page_table belong together"):
+        wrapper.run(q_nope, q_pe, ckv, kpe, kv_len=lengths)
 
 
 def test_levels_and_states_merge():

@@ -114,12 +114,58 @@ def test_work_that_is_planned_for_packed_queries(device, dtype):
     options = dict(cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=used, max_seqlen_k=32, block_table=table)
     want = fa_attn.flash_attn_varlen_func(q, pages, pages, causal=True, **options)
     for _ in range(2):
-        out = fa_attn.flash_attn_varlen_func(
-            q, pages, pages, causal=True, scheduler_metadata=meta, **options
-        )
+        out = fa_attn.flash_attn_varlen_func(q, pages, pages, causal=True, scheduler_metadata=meta, **options)
         assert torch.equal(out, want)
     with pytest.raises(fa_attn.InputError, match="scheduler_metadata is of causal = True"):
         fa_attn.flash_attn_varlen_func(q, pages, pages, scheduler_metadata=meta, **options)
+
+
+@on
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_ranks_have_every_nth_key(device, dtype, tokens):
+    """As vLLM's decode context parallelism: each rank sees its keys, the parts are joined by their LSE."""
+    world, whole = 3, torch.tensor([20, 7, 1 + tokens], dtype=torch.int32, device=device)
+    q, k, v = tensors(device, dtype, (3 * tokens, 4, 64), (3, 24, 2, 64), (3, 24, 2, 64), grad=False)
+    starts = torch.arange(4, dtype=torch.int32, device=device) * tokens
+    parts = []
+    for rank in range(world):
+        own = own_keys(k, v, rank)
+        used = ((whole - rank + world - 1) // world).int()
+        table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+        of_rank = dict(cp_world_size=world, cp_rank=rank, cp_tot_seqused_k=whole)
+        options = dict(block_table=table, causal=True, return_softmax_lse=True, **of_rank)
+        made = fa_attn.flash_attn_varlen_func(
+            q, *own, starts, None, tokens, 8, seqused_k=used, **options, fa_version=3
+        )
+        again = fa_attn.flash_attn_with_kvcache(
+            q.unflatten(0, (3, tokens)), *own, cache_seqlens=used, **options
+        )
+        close(again[0].flatten(0, 1), made[0], dtype)
+        parts.append(made)
+    out, _ = fa_attn.merge(*zip(*parts))
+    for i, keys in enumerate(whole.tolist()):
+        own = q[i * tokens : (i + 1) * tokens].transpose(0, 1)[None]
+        rows = [x[i : i + 1, :keys].transpose(1, 2).repeat_interleave(2, 1).double() for x in (k, v)]
+        seen = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
+        want = torch.nn.functional.scaled_dot_product_attention(own.double(), *rows, seen)
+        close(out[i * tokens : (i + 1) * tokens], want[0].transpose(0, 1), dtype)
+    # Without a causal mask a rank's keys are seen as they are.
+    seen = dict(block_table=table, seqused_k=used)
+    made = fa_attn.flash_attn_varlen_func(q, *own_keys(k, v, 2), starts, None, tokens, 8, **seen, **of_rank)
+    want = fa_attn.flash_attn_varlen_func(q, *own_keys(k, v, 2), starts, None, tokens, 8, **seen)
+    assert torch.equal(made, want)
+    with pytest.raises(fa_attn.UnsupportedError, match="cp_world_size = 3 with a window"):
+        fa_attn.flash_attn_varlen_func(
+            q, *own_keys(k, v, 2), starts, None, tokens, 8, **seen, **of_rank, window_size=(4, 0)
+        )
+    with pytest.raises(fa_attn.InputError, match="without cp_tot_seqused_k"):
+        fa_attn.flash_attn_varlen_func(
+            q, *own_keys(k, v, 2), starts, None, tokens, 8, **seen, causal=True, cp_world_size=3, cp_rank=1
+        )
+
+
+def own_keys(k, v, rank):
+    return [x[:, rank::3].reshape(6, 4, 2, 64) for x in (k, v)]
 
 
 def test_one_step_of_a_cache_in_columns_of_a_longer_table():
