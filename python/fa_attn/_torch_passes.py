@@ -73,6 +73,7 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     """Writes the gradients to `grads`, and those of the programs' arrays to `gradients`; returns that of the
     sinks, or None."""
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
+    lse = words_of(lse)
     dlse = None if dlse is None else words_of(dlse)
     if dlse is not None and dlse.shape != lse.shape:
         raise _core.InputError(
