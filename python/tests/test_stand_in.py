@@ -513,8 +513,8 @@ def test_third_and_fourth_generation_by_position():
 
 
 def test_operators_and_helpers_that_programs_with_an_autograd_of_their_own_import():
-    """As xtuner does: the operators of the third generation, and the functions beside autograd's of both. LSE may be
-    a part of a larger one, as a half of the rows is in Colossal-AI's ring."""
+    """As xtuner does: the operators of the third generation, and the functions beside autograd's of both. LSE
+    may be a part of a larger one, as a half of the rows is in Colossal-AI's ring."""
     import flash_attn_interface as third
     from flash_attn import flash_attn_interface as second
 
@@ -571,7 +571,8 @@ def test_functions_with_a_bias(shape, causal):
     close(out, want, torch.float32)
     dout = torch.randn_like(out)
     inputs = (q, k, v, bias)
-    for have, need in zip(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout.double())):
+    needs = torch.autograd.grad(want, inputs, dout.double())
+    for have, need in zip(torch.autograd.grad(out, inputs, dout), needs):
         close(have, need, torch.float32, factor=10)
     of_kv = flash_attn_triton.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), bias, causal, 0.2)
     assert torch.equal(of_kv, out)

@@ -1,5 +1,5 @@
-"""Stands in for flash_attn.flash_attn_triton, the functions with a bias that GPT-NeoX and MPT call for ALiBi. Causal
-masks begin in the top left corner, and biases have gradients."""
+"""Stands in for flash_attn.flash_attn_triton, functions with a bias, which GPT-NeoX and MPT call for ALiBi.
+Causal masks begin in the top left corner, and biases have gradients."""
 
 import fa_attn
 
