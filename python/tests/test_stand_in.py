@@ -284,6 +284,7 @@ def test_blocks_and_latents_of_the_fourth_generation():
     from types import SimpleNamespace
 
     from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     x = tensors("cpu", torch.float32, (2, 8, 4, 32), (2, 8, 2, 32), (2, 8, 2, 32))
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
@@ -292,6 +293,15 @@ def test_blocks_and_latents_of_the_fourth_generation():
     blocks = SimpleNamespace(full_block_cnt=counts, full_block_idx=at, block_size=(4, 4), **empty)
     out, _ = flash_attn_func(*x, causal=True, block_sparse_tensors=blocks)
     close(out, definition(*x, causal=True), torch.float32)
+    # As SGLang's video models route blocks: without a mask they are seen in whole.
+    routed = BlockSparseTensorsTorch(counts, at.flip(-1).contiguous(), block_size=(4, 4))
+    out, _ = flash_attn_func(*x, block_sparse_tensors=routed)
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen[:4, 4:] = False
+    queries, keys, values = (y.double().transpose(1, 2) for y in x)
+    scores = queries @ keys.repeat_interleave(2, 1).mT * 32**-0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    close(out, (weights @ values.repeat_interleave(2, 1)).transpose(1, 2), torch.float32)
     latents = torch.randn(2, 8, 1, 48)
     q, qv = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 32)
     k, v = latents[..., 32:], latents[..., :32]
