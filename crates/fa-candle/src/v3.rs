@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 
 use crate::functions;
 
-/// [`functions::flash_attn`].
+/// [`crate::flash_attn`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -24,7 +24,7 @@ pub fn flash_attn(
     functions::flash_attn(q, k, v, softmax_scale, causal)
 }
 
-/// [`functions::flash_attn_windowed`].
+/// [`crate::flash_attn_windowed`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -40,7 +40,7 @@ pub fn flash_attn_windowed(
     functions::flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
 }
 
-/// [`functions::flash_attn_alibi`].
+/// [`crate::flash_attn_alibi`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -56,7 +56,7 @@ pub fn flash_attn_alibi(
     functions::flash_attn_alibi(q, k, v, alibi_slopes, softmax_scale, causal)
 }
 
-/// [`functions::flash_attn_alibi_windowed`].
+/// [`crate::flash_attn_alibi_windowed`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -74,7 +74,7 @@ pub fn flash_attn_alibi_windowed(
     functions::flash_attn_alibi_windowed(q, k, v, alibi_slopes, softmax_scale, left, right)
 }
 
-/// [`functions::flash_attn_varlen`].
+/// [`crate::flash_attn_varlen`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -94,7 +94,7 @@ pub fn flash_attn_varlen(
     functions::flash_attn_varlen(q, k, v, seqlens_q, seqlens_k, most_q, most_k, softmax_scale, causal)
 }
 
-/// [`functions::flash_attn_varlen_windowed`].
+/// [`crate::flash_attn_varlen_windowed`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -125,7 +125,7 @@ pub fn flash_attn_varlen_windowed(
     )
 }
 
-/// [`functions::flash_attn_varlen_alibi`].
+/// [`crate::flash_attn_varlen_alibi`].
 ///
 /// # Errors
 /// [`crate::Error`].
@@ -156,7 +156,7 @@ pub fn flash_attn_varlen_alibi(
     )
 }
 
-/// [`functions::flash_attn_varlen_alibi_windowed`].
+/// [`crate::flash_attn_varlen_alibi_windowed`].
 ///
 /// # Errors
 /// [`crate::Error`].
