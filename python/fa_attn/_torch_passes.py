@@ -77,6 +77,7 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
         arrays = (dout, q, k, v, out, lse, grads)
         return gradients_of_pages(run_backward, *arrays, options, extras, dlse, programs, gradients)
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
+    lse = words_of(lse)
     dlse = None if dlse is None else words_of(dlse)
     if dlse is not None and dlse.shape != lse.shape:
         raise _core.InputError(

@@ -7,11 +7,15 @@ functions that have them, and computes without them where they are missing.
 import flash_attn_3._C  # noqa: F401
 import torch
 from flash_attn import _refuse_another
+from flash_attn.flash_attn_interface import maybe_contiguous, round_multiple  # noqa: F401
 
 import fa_attn
 from fa_attn import InputError, UnsupportedError
 
 _refuse_another("flash-attn-3")
+
+# The operators by the name under which programs with an autograd of their own import them.
+flash_attn_3_gpu = torch.ops.flash_attn_3
 
 
 def _refuse(**given):

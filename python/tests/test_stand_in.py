@@ -284,6 +284,7 @@ def test_blocks_and_latents_of_the_fourth_generation():
     from types import SimpleNamespace
 
     from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     x = tensors("cpu", torch.float32, (2, 8, 4, 32), (2, 8, 2, 32), (2, 8, 2, 32))
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
@@ -292,6 +293,15 @@ def test_blocks_and_latents_of_the_fourth_generation():
     blocks = SimpleNamespace(full_block_cnt=counts, full_block_idx=at, block_size=(4, 4), **empty)
     out, _ = flash_attn_func(*x, causal=True, block_sparse_tensors=blocks)
     close(out, definition(*x, causal=True), torch.float32)
+    # As SGLang's video models route blocks: without a mask they are seen in whole.
+    routed = BlockSparseTensorsTorch(counts, at.flip(-1).contiguous(), block_size=(4, 4))
+    out, _ = flash_attn_func(*x, block_sparse_tensors=routed)
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen[:4, 4:] = False
+    queries, keys, values = (y.double().transpose(1, 2) for y in x)
+    scores = queries @ keys.repeat_interleave(2, 1).mT * 32**-0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    close(out, (weights @ values.repeat_interleave(2, 1)).transpose(1, 2), torch.float32)
     latents = torch.randn(2, 8, 1, 48)
     q, qv = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 32)
     k, v = latents[..., 32:], latents[..., :32]
@@ -510,6 +520,74 @@ def test_third_and_fourth_generation_by_position():
     total = (want * dout).sum() + (want_lse * weight).sum()
     for have, need in zip(grads, torch.autograd.grad(total, (q, k, v))):
         close(have, need, torch.float32, factor=10)
+
+
+def test_operators_and_helpers_that_programs_with_an_autograd_of_their_own_import():
+    """As xtuner does: the operators of the third generation, and the functions beside autograd's of both. LSE
+    may be a part of a larger one, as a half of the rows is in Colossal-AI's ring."""
+    import flash_attn_interface as third
+    from flash_attn import flash_attn_interface as second
+
+    for module in (second, third):
+        turned = torch.ones(3, 5).transpose(0, 1)
+        assert module.maybe_contiguous(turned).stride() == (3, 1) and module.maybe_contiguous(None) is None
+        assert [module.round_multiple(x, 128) for x in (0, 1, 128, 129)] == [0, 128, 128, 256]
+    q, k, v = tensors("cpu", torch.float32, (9, 4, 32), (9, 2, 32), (9, 2, 32))
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    options = (0.2, True, -1, -1)
+    of_pages_and_codes = (None,) * 9
+    out, lse, *_ = third.flash_attn_3_gpu.fwd(
+        *(x.detach() for x in (q, k, v)),
+        *(None,) * 4,
+        starts,
+        starts,
+        *(None,) * 3,
+        9,
+        9,
+        *of_pages_and_codes,
+        *options,
+        0,
+        0.0,
+        True,
+        None,
+        1,
+        None,
+        0,
+    )
+    want = definition(*(x[None] for x in (q, k, v)), causal=True, scale=0.2)[0]
+    close(out, want, torch.float32)
+    dout = torch.randn_like(out)
+    need = torch.autograd.grad(want, (q, k, v), dout.double())
+    lses = torch.stack((lse, lse), -1)
+    rooms = [torch.empty_like(x) for x in (q, k, v)]
+    inputs = (dout, *(x.detach() for x in (q, k, v)), out, lses[..., 0])
+    third.flash_attn_3_gpu.bwd(*inputs, *rooms, starts, starts, None, None, 9, 9, *options, 0.0, False, 0)
+    for have, gradient in zip(rooms, need):
+        close(have, gradient, torch.float32, factor=10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 11), (1, 4, 1, 11), (1, 1, 5, 11)])
+def test_functions_with_a_bias(shape, causal):
+    """GPT-NeoX's and MPT's for ALiBi, whose masks begin in the top left corner."""
+    from flash_attn import flash_attn_triton
+
+    q, k, v, bias = tensors("cpu", torch.float32, (2, 5, 4, 32), (2, 11, 4, 32), (2, 11, 4, 32), shape)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.2 + bias.double()
+    if causal:
+        scores = scores.masked_fill(torch.ones(5, 11, dtype=torch.bool).triu(1), float("-inf"))
+    want = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
+    out = flash_attn_triton.flash_attn_func(q, k, v, bias, causal, 0.2)
+    close(out, want, torch.float32)
+    dout = torch.randn_like(out)
+    inputs = (q, k, v, bias)
+    needs = torch.autograd.grad(want, inputs, dout.double())
+    for have, need in zip(torch.autograd.grad(out, inputs, dout), needs):
+        close(have, need, torch.float32, factor=10)
+    of_kv = flash_attn_triton.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), bias, causal, 0.2)
+    assert torch.equal(of_kv, out)
+    of_qkv = flash_attn_triton.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2), causal=causal)
+    assert torch.equal(of_qkv, flash_attn_triton.flash_attn_func(q, q, q, None, causal))
 
 
 def test_a_third_generation_forward_on_a_cache():

@@ -47,7 +47,7 @@
 //! or read on the host. On a GPU head dims are multiples of 8 up to 256; the first call for a kernel compiles
 //! it, in a second or so, or reads it from the cache on disk.
 //!
-//! - `functions`: candle-flash-attn's functions.
+//! - `functions`: candle-flash-attn's functions; [`v3`]: candle-flash-attn-v3's.
 //! - `attention`, `options`: attention with the options that those functions lack.
 //! - `program`: a text of the caller's own, with what it reads.
 //! - `programs`: masks, biases and programs as one program with the tensors that it reads.
@@ -73,6 +73,7 @@ mod options;
 mod problem;
 mod program;
 mod programs;
+pub mod v3;
 
 pub use attention::{attention, attention_with_lse};
 pub use error::Error;

@@ -12,6 +12,16 @@ from . import *  # noqa: F403
 USE_TRITON_ROCM = False
 
 
+def maybe_contiguous(x):
+    """A copy of a tensor whose rows are not contiguous; any other as it is."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x, m):
+    """The least multiple of `m` that is no less than `x`."""
+    return (x + m - 1) // m * m
+
+
 def _get_block_size_n(device, head_dim, is_dropout, is_causal):
     """The tile size by which probabilities with dropout are laid out."""
     raise UnsupportedError("dropout: weights are never written")

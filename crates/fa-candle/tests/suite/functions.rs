@@ -57,6 +57,49 @@ fn windows_wider_than_the_sequence_have_no_limit() -> Result<()> {
 }
 
 #[test]
+fn functions_of_the_third_generation_are_those_of_the_second() -> Result<()> {
+    let [q, k, v] = &inputs();
+    let slopes = &slopes();
+    let same = |what, out: Result<Tensor>, expected: Result<Tensor>| -> Result<()> {
+        assert_close(what, &out?, &expected?, 0.0);
+        Ok(())
+    };
+    let starts = |of: &[u32]| Tensor::new(of, &Device::Cpu);
+    let (at_q, at_k) = (&starts(&[0, 9, 23])?, &starts(&[0, 20, 37])?);
+    let (q1, k1, v1) = (&q.narrow(0, 0, 1)?, &k.narrow(0, 0, 1)?, &v.narrow(0, 0, 1)?);
+    let (q1, k1, v1) = (&q1.squeeze(0)?, &k1.squeeze(0)?, &v1.squeeze(0)?);
+    for pack in [false, true] {
+        for causal in [false, true] {
+            let out = v3::flash_attn(q, k, v, SCALE, causal, pack);
+            same("full", out, flash_attn(q, k, v, SCALE, causal))?;
+            let out = v3::flash_attn_alibi(q, k, v, slopes, SCALE, causal, pack);
+            same("alibi", out, flash_attn_alibi(q, k, v, slopes, SCALE, causal))?;
+            let out = v3::flash_attn_varlen(q1, k1, v1, at_q, at_k, 14, 20, SCALE, causal, pack);
+            same("varlen", out, flash_attn_varlen(q1, k1, v1, at_q, at_k, 14, 20, SCALE, causal))?;
+            let out =
+                v3::flash_attn_varlen_alibi(q1, k1, v1, slopes, at_q, at_k, 14, 20, SCALE, causal, pack);
+            let expected = flash_attn_varlen_alibi(q1, k1, v1, slopes, at_q, at_k, 14, 20, SCALE, causal);
+            same("varlen, alibi", out, expected)?;
+        }
+        let (left, right) = (Some(5), Some(2));
+        let out = v3::flash_attn_windowed(q, k, v, SCALE, left, right, pack);
+        same("window", out, flash_attn_windowed(q, k, v, SCALE, left, right))?;
+        let out = v3::flash_attn_alibi_windowed(q, k, v, slopes, SCALE, left, right, pack);
+        same("alibi, window", out, flash_attn_alibi_windowed(q, k, v, slopes, SCALE, left, right))?;
+        let out = v3::flash_attn_varlen_windowed(q1, k1, v1, at_q, at_k, 14, 20, SCALE, left, right, pack);
+        let expected = flash_attn_varlen_windowed(q1, k1, v1, at_q, at_k, 14, 20, SCALE, left, right);
+        same("varlen, window", out, expected)?;
+        let out = v3::flash_attn_varlen_alibi_windowed(
+            q1, k1, v1, slopes, at_q, at_k, 14, 20, SCALE, left, right, pack,
+        );
+        let expected =
+            flash_attn_varlen_alibi_windowed(q1, k1, v1, slopes, at_q, at_k, 14, 20, SCALE, left, right);
+        same("varlen, alibi, window", out, expected)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn strides_are_taken_as_they_lie() -> Result<()> {
     // One tensor of (batch, heads, seqlen, 3 dim), as fused projections give.
     let fused = values((2, 4, 19, 48), 4);
