@@ -15,6 +15,7 @@ from ._torch_memory import (
     allocate,
     is_batch,
     is_recorded,
+    is_transforming,
     new_gradients,
     new_results,
     stream_of,
@@ -155,9 +156,9 @@ def once_only(backward):
 
 
 def _by_operator(*gradients):
-    """Whether something records a backward, or a gradient stands for many (`is_grads_batched`, of which torch
-    has a kind of its own), for each of which an operator is called."""
-    return is_recorded() or any(x is not None and is_batch(x) for x in gradients)
+    """Whether something records a backward, or a gradient stands for many (within `torch.vmap`, and by
+    `is_grads_batched`, of which torch has a kind of its own), for each of which an operator is called."""
+    return is_recorded() or is_transforming() or any(x is not None and is_batch(x) for x in gradients)
 
 
 def _save(ctx, extras, *tensors):

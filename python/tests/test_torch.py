@@ -246,7 +246,7 @@ def test_transforms_autocast_and_checkpoints():
 
 
 def test_gradients_of_many_at_once():
-    """By `is_grads_batched`, as vectorised Jacobians ask for them."""
+    """By `is_grads_batched`, as vectorised Jacobians ask for them, and within `torch.vmap`."""
     q, k, v = tensors("cpu", torch.float32, (1, 3, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8))
     qkv = tensors("cpu", torch.float32, (1, 3, 3, 2, 8))[0]
     sinks = torch.randn(2, requires_grad=True)
@@ -265,6 +265,9 @@ def test_gradients_of_many_at_once():
             one = torch.autograd.grad(results, given, [x[at] for x in many], retain_graph=True)
             for have, need in zip(got, one):
                 close(have[at], need, torch.float32)
+        mapped = torch.vmap(lambda *x: torch.autograd.grad(results, given, x, retain_graph=True))(*many)
+        for have, need in zip(mapped, got):
+            close(have, need, torch.float32)
     jacobian = torch.autograd.functional.jacobian
     made = [jacobian(fa_attn.flash_attn_func, (q, k, v), vectorize=x) for x in (True, False)]
     for have, need in zip(*made):
