@@ -456,3 +456,14 @@ def test_a_batch_of_no_elements_has_a_vmap():
     q, k = torch.randn(0, 2, 9, 4, 16), torch.randn(2, 11, 2, 16)
     out, lse = torch.vmap(lambda q: fa_attn.flash_attn_func(q, k, k, return_lse=True))(q)
     assert out.shape == q.shape and lse.shape == (0, 2, 4, 9)
+
+
+def test_appends_within_vmap_are_refused():
+    q, k, cache = torch.randn(3, 1, 2, 4, 16), torch.randn(1, 2, 4, 16), torch.zeros(3, 1, 9, 4, 16)
+
+    def step(q, cache):
+        return fa_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)
+
+    with pytest.raises(fa_attn.UnsupportedError, match="append within torch.vmap"):
+        torch.vmap(step)(q, cache)
+    assert not cache.any()
