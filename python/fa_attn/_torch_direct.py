@@ -159,6 +159,9 @@ class _Places(Nodes):
     def _elements(self, indices, array, axes):
         shape = self.arrays[array].shape
         found = [self._index(at, size) for at, size in zip(indices, shape)]
+        # The index of several axes names their diagonal.
+        several = [index for index in found if isinstance(index, str) and found.count(index) > 1]
+        found = [self._of_tensor(x, size) if x in several else x for x, size in zip(found, shape)]
         # The axes that indices other than plain ones follow: plain ones of the same are theirs.
         own = [x.shape for x in found if isinstance(x, torch.Tensor)]
         own = [name for name, size in zip(_AXES, torch.broadcast_shapes(*own)) if size > 1] if own else []

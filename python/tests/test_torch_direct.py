@@ -29,6 +29,7 @@ SCORES = {
     "shifts": "array t: f32[_, _] grad; score = s + t[h, (k >> 2) + (1 << (q % 3)) + (k >> 40) + (q << 33)];",
     "bucket": "array t: f32[_, _] grad; let d = f32(max(q - k, 1));"
     "score = s + t[h, i32(log(d) / log(128.0) * 16.5) + abs(-i32(floor(d / 9.7)))];",
+    "of one index": "array t: f32[_, _] grad; score = s * t[h, h] + t[k, k] + t[q, q];",
     "where it is small": "array t: f32[_, _] grad; score = select(t[0, 0] < 9.0, s + t[h, k % 5], s);",
 }
 
