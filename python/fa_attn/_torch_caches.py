@@ -47,8 +47,8 @@ def append(append):
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
         if any(map(_is_mapped, (*arguments[:5], a.used_k))):
             raise _core.UnsupportedError(
-                "an append within torch.vmap, which maps no operator that writes its arguments: append outside "
-                "of it, or make the elements sequences of one batch"
+                "an append within torch.vmap, which maps no operator that writes its arguments: append "
+                "outside of it, or make the elements sequences of one batch"
             )
         check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
         named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)

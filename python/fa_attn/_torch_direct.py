@@ -43,8 +43,8 @@ def replaced(texts):
 
 @lru_cache(maxsize=4096)
 def _plain_axes(texts):
-    """By the names of the arrays whose elements the score follows: for each axis the variable that is its index
-    in all loads, or None."""
+    """By the names of the arrays whose elements the score follows: for each axis the variable that is its
+    index in all loads, or None."""
     found = described(joined(texts))
     nodes, axes = found["nodes"], {}
     followed = {nodes[load][1][0] for load, _ in found["gradients"]}
@@ -57,8 +57,9 @@ def _plain_axes(texts):
 
 
 def fitted(q, k, extras, programs, gradients):
-    """(programs, gradients, rest) of which kernels write the gradients: arrays end where their indices do, and
-    those that no score follows are left out, with zeros. `rest`: (where, from) of what is to be copied."""
+    """(programs, gradients, rest) of which kernels write the gradients: arrays end where their indices do,
+    and those that no score follows are left out, with zeros. `rest`: (where, from) of what is to be
+    copied."""
     texts, arrays, scalars = programs
     axes, arrays = _plain_axes(tuple(texts)), dict(arrays)
     lengths = dict(zip(_AXES, extents_of(q, k, extras)), hk=k.shape[-2])

@@ -307,7 +307,8 @@ fn what_lies_at_hidden_places_has_no_influence() {
 
 #[test]
 fn the_gradient_of_an_array_is_zero_where_there_is_no_sequence() {
-    let starts = OwnedExtras { cu_seqlens_q: Some(vec![0]), cu_seqlens_k: Some(vec![0]), ..OwnedExtras::NONE };
+    let starts =
+        OwnedExtras { cu_seqlens_q: Some(vec![0]), cu_seqlens_k: Some(vec![0]), ..OwnedExtras::NONE };
     let forms = [
         (Lengths::uniform(0, 3, 4), OwnedExtras::NONE),
         (Lengths::uniform(0, 0, 0), OwnedExtras::NONE),
@@ -322,7 +323,8 @@ fn the_gradient_of_an_array_is_zero_where_there_is_no_sequence() {
             strides: [1, 0, 0, 0],
             extents: [2, 1, 1, 1],
         };
-        let drawn = OwnedInputs { arrays: vec![array(vec![1.0, 2.0]), array(vec![3.0, 4.0])], scalars: vec![] };
+        let drawn =
+            OwnedInputs { arrays: vec![array(vec![1.0, 2.0]), array(vec![3.0, 4.0])], scalars: vec![] };
         let own = drawn.view(&program).unwrap();
         let arguments = Arguments { extras: owned.view(), program: Some(&own), ..Arguments::default() };
         let found = tiled(&problem, &arguments, &Inputs::<f32>::random(&problem, 1));
