@@ -4,6 +4,7 @@ array of states that a mask reads: exactly the blocks that are listed are seen, 
 from __future__ import annotations
 
 import re
+from reprlib import repr as short
 from typing import Any, Optional, Tuple
 
 from ._core import InputError, InputTypeError, UnsupportedError, program_tiles
@@ -138,6 +139,8 @@ def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None, lengt
         )
         arrays = {"fa_blocks": states, **own.arrays}
         return Program(f"array fa_blocks: u8[_, _, _, _];\n{text}", arrays, own.scalars)
+    if not callable(mask_mod):
+        raise InputError(f"mask_mod is a function, a text or a Program, not {short(mask_mod)}")
 
     def mask(b, h, q_idx, kv_idx):
         state = states[b, h, q_idx // rows, kv_idx // keys]

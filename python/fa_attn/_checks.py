@@ -120,6 +120,22 @@ def number(name, value):
         raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
 
 
+def wants_gradient(array):
+    """Whether an array asks for a gradient. That an element of vmap does, torch tells of the whole alone."""
+    wants = getattr(array, "requires_grad", False)
+    if wants or not hasattr(array, "requires_grad"):
+        return wants
+    import torch
+
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    parts = torch._C._functorch
+    while not wants and isinstance(array, torch.Tensor) and parts.is_functorch_wrapped_tensor(array):
+        array = parts.get_unwrapped(array)
+        wants = array.requires_grad
+    return wants
+
+
 def _no_gradient(name):
     """Raises where a torch tensor that is used as a number would lose its gradient."""
     torch = sys.modules.get("torch")

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple, Optional, Tuple
 
 from ._blocks import of_tensors
-from ._checks import count, flag
+from ._checks import count, flag, wants_gradient
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
 from ._options import MODIFICATIONS
@@ -143,7 +143,7 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
         raise InputTypeError(
             f"{name} holds {type_name(array)}: it must be {also}float32, float16 or bfloat16"
         )
-    gradient = " grad" if getattr(array, "requires_grad", False) else ""
+    gradient = " grad" if wants_gradient(array) else ""
     own = f"fa_{name}"
     text = f"array {own}: {element}[_, _, _, _]{gradient};\nscore = s + {own}[{at}];"
     return Modifications((text,), (own,), (array,))
@@ -179,7 +179,7 @@ def chunked(chunk: int) -> Modifications:
 
 def of_program(program: Program) -> Modifications:
     for name, array in program.arrays.items():
-        if getattr(array, "requires_grad", False) and name not in program.gradients:
+        if wants_gradient(array) and name not in program.gradients:
             raise InputError(f"the array {name} requires a gradient: declare it with `grad`, or detach it")
     return Modifications(
         (program.text,), tuple(program.arrays), tuple(program.arrays.values()), tuple(program.scalars.items())

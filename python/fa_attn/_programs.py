@@ -15,6 +15,7 @@ import types
 import weakref
 from reprlib import repr as short
 
+from ._checks import wants_gradient
 from ._core import InputError, UnsupportedError
 from ._core import program as _described
 from ._core import program_eval as _evaluated
@@ -205,7 +206,7 @@ def _told(value, seen, names):
         # Of one trace: another call has another.
         return None
     if isinstance(value, types.BuiltinFunctionType) or hasattr(value, "__dlpack__"):
-        return id(value), getattr(value, "requires_grad", False)
+        return id(value), wants_gradient(value)
     if isinstance(value, (types.ModuleType, type)):
         return _told_parts(value, seen, names)
     if isinstance(value, types.FunctionType):

@@ -8,6 +8,7 @@ import sys
 from reprlib import repr as short
 
 from . import _traced_functions  # noqa: F401  (enters its operations)
+from ._checks import wants_gradient
 from ._core import InputError, UnsupportedError
 from ._traced import Indexed, NeedsConstant, Row, Traced, called, float_text, recorder_of, rounded
 from ._traced_narrow import LIMITS, Narrow
@@ -179,7 +180,7 @@ class Recorder:
         used = self.used()
         lines = []
         for name, element, tensor in self.arrays.values():
-            wants = getattr(tensor, "requires_grad", False) and element in ("f32", "f16", "bf16")
+            wants = wants_gradient(tensor) and element in ("f32", "f16", "bf16")
             axes = ", ".join("_" * len(tensor.shape))
             lines.append(f"array {name}: {element}[{axes}]{' grad' if wants else ''};")
         for name, number in self.scalars.items():

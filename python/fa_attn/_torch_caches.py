@@ -20,6 +20,10 @@ from ._torch_memory import (
 from ._torch_shardings import check_caches, distributed
 
 
+# Whether a tensor is an element of torch.vmap.
+_is_mapped = torch._C._functorch.is_batchedtensor
+
+
 def host(tensor):
     """The tensor where its elements can be checked; None in a GPU's memory, where a compiler or a mode records
     operators, and for an array of another library, which the extension module reads."""
@@ -41,6 +45,11 @@ def append(append):
     arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q, a.k_descale, a.v_descale)
     arguments += (a.options.kv_dtype,)
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
+        if any(map(_is_mapped, (*arguments[:5], a.used_k))):
+            raise _core.UnsupportedError(
+                "an append within torch.vmap, which maps no operator that writes its arguments: append "
+                "outside of it, or make the elements sequences of one batch"
+            )
         check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
         named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)
         rotated, after = torch.ops.fa_attn.append(*arguments[:5], *distributed(named, arguments[5:]))

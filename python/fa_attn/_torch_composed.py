@@ -52,7 +52,8 @@ def masked(attn_mask, causal_offset, rows, keys, device):
     elif attn_mask is not None:
 
         def change(scores):
-            return scores + attn_mask
+            # A mask of float32 beside 16 bits leaves what follows in their type.
+            return (scores + attn_mask).to(scores.dtype)
 
     if causal_offset is not None:
         places = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]

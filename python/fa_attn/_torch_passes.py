@@ -8,13 +8,14 @@ import torch
 
 from . import _core
 from ._options import NO_EXTRAS, Extras, call_options, is_varied
-from ._torch_direct import DirectGradients
+from ._torch_direct import DirectGradients, fitted
 from ._torch_memory import (
     FLOAT,
     aligned,
     allocate,
     is_batch,
     is_recorded,
+    is_transforming,
     new_gradients,
     new_results,
     stream_of,
@@ -89,13 +90,16 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     if is_wide(q, v, options):
         arrays = (dout, q, k, v, out, lse, grads)
         return wide_gradients(*arrays, options, extras, dlse, programs, gradients)
-    direct = None
+    direct, rest = None, ()
     if gradients and has_kernels(q):
         direct = DirectGradients.of(q, k, options, extras, programs, gradients)
-    if direct is not None:
-        programs, gradients = direct.programs, direct.gradients
+        if direct is not None:
+            programs, gradients = direct.programs, direct.gradients
+        programs, gradients, rest = fitted(q, k, extras, programs, gradients)
     arrays = (dout, q, k, v, out, lse, *grads, dsinks)
     _core.backward(*arrays, options, extras, stream_of(q), allocate, dlse, programs, gradients)
+    for part, made in rest:
+        part.copy_(made)
     if direct is not None:
         direct.add_up()
     return dsinks
@@ -160,9 +164,9 @@ def once_only(backward):
 
 
 def _by_operator(*gradients):
-    """Whether something records a backward, or a gradient stands for many (`is_grads_batched`, of which torch
-    has a kind of its own), for each of which an operator is called."""
-    return is_recorded() or any(x is not None and is_batch(x) for x in gradients)
+    """Whether something records a backward, or a gradient stands for many (within `torch.vmap`, and by
+    `is_grads_batched`, of which torch has a kind of its own), for each of which an operator is called."""
+    return is_recorded() or is_transforming() or any(x is not None and is_batch(x) for x in gradients)
 
 
 def _save(ctx, extras, *tensors):

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
-from ._checks import check_integers
+from ._checks import check_integers, wants_gradient
 from ._core import InputError, InputTypeError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
@@ -318,7 +318,7 @@ def narrow(x):
     """The array with an axis of 1 where it is expanded, which is summed in one go for its gradient."""
     if torch.compiler.is_compiling() or 0 not in x.stride():
         return x
-    if x.requires_grad and type(x.grad_fn).__name__ != "ExpandBackward0":
+    if wants_gradient(x) and type(x.grad_fn).__name__ != "ExpandBackward0":
         return x
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride())):
         if stride == 0 and size > 1:

@@ -17,6 +17,7 @@ import weakref
 import torch
 
 from . import interface
+from ._checks import wants_gradient
 from ._core import UnsupportedError
 from ._modifications import broadcast
 from ._programs import Program
@@ -170,7 +171,7 @@ def attention(
 def _added_behind_cap(array, softcap):
     """The scores capped, and the array added to them."""
     element = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(array.dtype, "f32")
-    gradient = " grad" if array.requires_grad else ""
+    gradient = " grad" if wants_gradient(array) else ""
     text = f"array added: {element}[_, _, _, _]{gradient};\nscalar cap: f32;\n"
     text += "score = cap * tanh(s / cap) + added[b, h, q, k];"
     return Program(text, {"added": array}, {"cap": softcap})

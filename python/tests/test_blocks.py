@@ -224,6 +224,13 @@ def test_lists_by_keys_may_be_left_out():
     assert masks[0][:, :, 0].q_num_blocks is None
 
 
+def test_what_is_no_mask_mod_is_named():
+    rows = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
+    for mask_mod in ((16, 16), 5, torch.ones(2)):
+        with pytest.raises(fa_attn.InputError, match="mask_mod is a function, a text or a Program, not"):
+            BlockMask.from_csr(*rows, BLOCK, mask_mod)
+
+
 def test_parts_and_pictures_of_a_mask_are_torchs():
     ours, torchs = (
         module.create_block_mask(lambda b, h, q, k: (q >= k) & (b + h >= 0), 4, 3, 512, 300, "cpu", 64)

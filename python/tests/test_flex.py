@@ -225,6 +225,15 @@ def test_scaled_dot_product_attention_is_torchs(mask, sk):
     same((got,), (want,), [*own, *learned], [*true, *learned])
 
 
+def test_a_mask_of_float32_beside_16_bits_without_columns():
+    q, mask = draw(1, 2, 5, 0).half(), draw(5, 5)
+    v = draw(1, 2, 5, 3).half()
+    out = fa_attn.scaled_dot_product_attention(q, q, v, attn_mask=mask, scale=1.0)
+    assert out.dtype == torch.float16
+    want = torch.softmax(mask, -1) @ v.float()
+    torch.testing.assert_close(out.float(), want, atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.parametrize(
     "query, key, mask",
     [

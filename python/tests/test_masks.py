@@ -313,6 +313,51 @@ def test_only_the_bias_wants_a_gradient():
     assert not fa_attn.flash_attn_func(q, k, v, bias=BIAS).requires_grad
 
 
+@pytest.mark.parametrize("expanded", [False, True], ids=["own", "expanded"])
+def test_arrays_of_vmaps_elements_have_gradients(expanded):
+    # Torch tells that an element of vmap wants one of the whole alone.
+    q, k = draw(3, 1, 2, 5, D), draw(3, 1, 2, 7, D)
+    bias, gain = draw(3, 1, 2, 5, 7), draw(3, 2)
+    if expanded:
+        bias = bias[..., :1].expand(bias.shape)
+    given = [x.requires_grad_() for x in (q, k, bias, gain)]
+
+    def ours(q, k, bias, gain):
+        q = fa_attn.flex_attention(q, k, k, lambda s, b, h, i, j: s * gain[h])
+        return fa_attn.scaled_dot_product_attention(q, k, k, bias)
+
+    def formula(q, k, bias, gain):
+        q = torch.softmax(q @ k.mT / math.sqrt(D) * gain[:, None, None], -1) @ k
+        return torch.softmax(q @ k.mT / math.sqrt(D) + bias, -1) @ k
+
+    out, want = torch.vmap(ours)(*given), torch.stack([formula(*each) for each in zip(*given)])
+    torch.testing.assert_close(out, want)
+    wanted = torch.autograd.grad(want.square().sum(), given)
+    for one, other in zip(torch.autograd.grad(out.square().sum(), given), wanted):
+        torch.testing.assert_close(one, other)
+    whole = torch.func.grad(lambda bias: torch.vmap(ours)(q, k, bias, gain).square().sum())(bias)
+    torch.testing.assert_close(whole, wanted[2])
+
+
+def test_arrays_of_a_batch_without_sequences_have_zeros():
+    q, k = draw(0, 3, H, D).requires_grad_(), draw(0, 5, HK, D)
+    starts, rows = torch.zeros(1, dtype=torch.int32), draw(0, H, D).requires_grad_()
+    for size in range(1, 65):
+        # What is not written holds what lay there before.
+        stale = torch.full((size,), 3e33)
+        del stale
+        gain, bias = torch.ones(size, requires_grad=True), torch.zeros(1, size, 1, 1, requires_grad=True)
+        out = fa_attn.flash_attn_func(q, k, k, score_mod=lambda s, b, h, i, j: s * gain[h])
+        assert not torch.autograd.grad(out.sum(), gain)[0].any()
+        packed = fa_attn.flash_attn_varlen_func(
+            rows, rows, rows, starts, starts, 0, 0, score_mod=lambda s, b, h, i, j: s * gain[h]
+        )
+        assert not torch.autograd.grad(packed.sum(), gain)[0].any()
+        if size in (1, H):
+            out = fa_attn.flash_attn_func(q, k, k, bias=bias)
+            assert not torch.autograd.grad(out.sum(), bias)[0].any()
+
+
 def test_an_array_that_is_not_used_has_zeros():
     # pytorch#166722.
     unused = torch.ones(3, requires_grad=True)

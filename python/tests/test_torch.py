@@ -246,7 +246,7 @@ def test_transforms_autocast_and_checkpoints():
 
 
 def test_gradients_of_many_at_once():
-    """By `is_grads_batched`, as vectorised Jacobians ask for them."""
+    """By `is_grads_batched`, as vectorised Jacobians ask for them, and within `torch.vmap`."""
     q, k, v = tensors("cpu", torch.float32, (1, 3, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8))
     qkv = tensors("cpu", torch.float32, (1, 3, 3, 2, 8))[0]
     sinks = torch.randn(2, requires_grad=True)
@@ -265,6 +265,9 @@ def test_gradients_of_many_at_once():
             one = torch.autograd.grad(results, given, [x[at] for x in many], retain_graph=True)
             for have, need in zip(got, one):
                 close(have[at], need, torch.float32)
+        mapped = torch.vmap(lambda *x: torch.autograd.grad(results, given, x, retain_graph=True))(*many)
+        for have, need in zip(mapped, got):
+            close(have, need, torch.float32)
     jacobian = torch.autograd.functional.jacobian
     made = [jacobian(fa_attn.flash_attn_func, (q, k, v), vectorize=x) for x in (True, False)]
     for have, need in zip(*made):
@@ -453,3 +456,14 @@ def test_a_batch_of_no_elements_has_a_vmap():
     q, k = torch.randn(0, 2, 9, 4, 16), torch.randn(2, 11, 2, 16)
     out, lse = torch.vmap(lambda q: fa_attn.flash_attn_func(q, k, k, return_lse=True))(q)
     assert out.shape == q.shape and lse.shape == (0, 2, 4, 9)
+
+
+def test_appends_within_vmap_are_refused():
+    q, k, cache = torch.randn(3, 1, 2, 4, 16), torch.randn(1, 2, 4, 16), torch.zeros(3, 1, 9, 4, 16)
+
+    def step(q, cache):
+        return fa_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)
+
+    with pytest.raises(fa_attn.UnsupportedError, match="append within torch.vmap"):
+        torch.vmap(step)(q, cache)
+    assert not cache.any()

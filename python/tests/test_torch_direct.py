@@ -29,6 +29,7 @@ SCORES = {
     "shifts": "array t: f32[_, _] grad; score = s + t[h, (k >> 2) + (1 << (q % 3)) + (k >> 40) + (q << 33)];",
     "bucket": "array t: f32[_, _] grad; let d = f32(max(q - k, 1));"
     "score = s + t[h, i32(log(d) / log(128.0) * 16.5) + abs(-i32(floor(d / 9.7)))];",
+    "of one index": "array t: f32[_, _] grad; score = s * t[h, h] + t[k, k] + t[q, q];",
     "where it is small": "array t: f32[_, _] grad; score = select(t[0, 0] < 9.0, s + t[h, k % 5], s);",
 }
 
@@ -99,3 +100,42 @@ def test_programs_that_no_kernel_differentiates_are_left_to_its_error(monkeypatc
     fa_attn.flash_attn_func(q, q, q, score_mod=program).sum().backward()
     # A term that all keys of a query share changes nothing.
     assert table.grad.abs().max() < 1e-4
+
+
+# Arrays that go on behind their indices, one that no score follows, and one beside a mask that is built in.
+PARTS = {
+    "array t: f32[_, _] grad; array u: f32[_, _] grad; score = s + t[h, k];": {"t": (H, S)},
+    "array t: f32[_, _] grad; array u: f32[_, _] grad; score = s * t[hk, 3] + u[q, k];": {"u": (L, S)},
+    "array t: f32[_, _] grad; array u: f32[_, _] grad; score = s + u[b, q] * t[h, q - k];": {"u": (B, L)},
+    "array t: f32[_, _] grad; array u: f32[_, _] grad; mask = k <= q;": {},
+}
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_kernels_sum_the_parts_of_arrays_that_are_read(text, monkeypatch):
+    draw = torch.Generator().manual_seed(7)
+    arrays = {name: torch.randn((40, 80), generator=draw).requires_grad_() for name in "tu"}
+    program = fa_attn.Program(text, arrays)
+    own = [torch.randn((B, rows, heads, D), generator=draw) for rows, heads in ((L, H), (S, G), (S, G))]
+    own = [x.requires_grad_() for x in own]
+    of_kernels = {}
+
+    def gradients():
+        out = fa_attn.flash_attn_func(*own, score_mod=program) if program.score else None
+        out = fa_attn.flash_attn_func(*own, mask_mod=program) if out is None else out
+        return torch.autograd.grad(out.square().sum(), (*own, *arrays.values()))
+
+    def backward(*arguments):
+        extents = {name: x.shape for name, x in arguments[-2][1]}
+        for name, x in arguments[-1]:
+            # Kernels demand both.
+            assert x.is_contiguous() and x.shape == extents[name]
+            of_kernels[name] = tuple(x.shape)
+        return core_backward(*arguments)
+
+    want, core_backward = gradients(), passes._core.backward
+    monkeypatch.setattr(passes, "has_kernels", lambda q: True)
+    monkeypatch.setattr(passes._core, "backward", backward)
+    for got, other in zip(gradients(), want):
+        torch.testing.assert_close(got, other, atol=2e-5, rtol=2e-5)
+    assert {name: shape for name, shape in of_kernels.items() if name in "tu"} == PARTS[text]

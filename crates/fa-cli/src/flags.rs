@@ -133,7 +133,7 @@ pub(crate) struct MaskArgs {
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub window: Option<Window>,
     /// Query i lies N keys right of key i + keys - queries, for the mask and for ALiBi
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<i64>)]
     pub query_offset: i64,
 }
 

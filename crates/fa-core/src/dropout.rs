@@ -70,7 +70,7 @@ pub struct Kept {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum DropoutError {
     /// A probability outside `0 <= p < 1`.
-    #[error("a dropout of {0}: it is a probability, at least 0 and below 1 as an f32")]
+    #[error("a dropout of {0:?}: it is a probability, at least 0 and below 1 as an f32")]
     Probability(f64),
     /// The problem's program leaves no room for it.
     #[error(transparent)]

@@ -26,6 +26,7 @@ use crate::term::output;
   fa check-mod 'scalar c: f32; c * tanh(s / c)' --header")]
 pub(crate) struct CheckModArgs {
     /// The program, as in docs/programs.md; - reads it from standard input
+    #[arg(allow_hyphen_values = true)]
     pub program: String,
     /// Queries and keys of a sequence, or both as one number
     #[arg(long, value_name = "N|QxK", default_value = "4096", value_parser = parse_lengths)]

@@ -3,16 +3,17 @@
 use clap::Args;
 use fa_core::program::{Interned, Program};
 use fa_core::{Dropout, ScoreMod};
+use fa_lab::shape::whole;
 
 /// Programs by their texts, and those that have a flag of their own. Their arrays hold random values.
 #[derive(Clone, Debug, Default, PartialEq, Args)]
 pub(crate) struct ModArgs {
     /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and arrays that hold random values, as
     /// in "k <= q + off"; see docs/programs.md
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub mask_mod: Option<String>,
     /// A change of the scores of your own, likewise, of s, as in "20 * tanh(s / 20)"
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub score_mod: Option<String>,
     /// A bias of random values is added to the scores
     #[arg(long)]
@@ -41,10 +42,10 @@ pub(crate) struct DropoutArgs {
     #[arg(long, value_name = "P")]
     pub dropout: Option<f64>,
     /// The seed of dropout
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout")]
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout", value_parser = whole::<u64>)]
     pub dropout_seed: u64,
     /// The offset of dropout
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout")]
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "dropout", value_parser = whole::<u64>)]
     pub dropout_offset: u64,
 }
 
@@ -65,11 +66,11 @@ impl DropoutArgs {
 pub(crate) struct ProgramArgs {
     /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and of arrays and scalars, which are
     /// the file's tensors of their names, as in `array last: i32[_]; k < last[q]`; see docs/programs.md
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub mask_mod: Option<String>,
     /// A change of the scores of your own, likewise, of s, as in
     /// `array bias: f32[_, _] grad; s + bias[q, k]`; --backward writes the gradient as dbias
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub score_mod: Option<String>,
     #[command(flatten)]
     pub dropout: DropoutArgs,

@@ -32,6 +32,19 @@ fn masks_and_scores_are_described() {
 }
 
 #[test]
+fn a_program_may_begin_with_a_sign() {
+    let says = |line: &[&str], part: &str| {
+        let said = fa_args(line).good();
+        assert!(said.contains(part), "{line:?}: {said}");
+    };
+    says(&["check-mod", "-k <= q", "--seqlen", "64"], "mask = -k <= q;");
+    says(&["check-mod", "--seqlen", "64", "-s * 0.5"], "score = -s * 0.5;");
+    says(&["plan", "--seqlen", "128", "--mask-mod", "-k <= q", "--score-mod", "-s + h", "-n", "1"], "best ");
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/sinks-window.safetensors");
+    says(&["run", file, "--score-mod", "-s", "--mask-mod", "-k <= -q", "--backend", "cpu"], "backend   cpu");
+}
+
+#[test]
 fn arrays_are_tensors_of_a_file_or_drawn_and_what_is_built_in_is_said() {
     let folder = Dir::new();
     let file = folder.path("documents.safetensors");

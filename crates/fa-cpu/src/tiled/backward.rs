@@ -28,6 +28,7 @@ use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
+
 /// Computes the gradients of the given units, which come in the order of cuts, or of all; returns what each
 /// of their heads adds to the gradient of its sink, in order.
 pub(super) fn run<T: Element + Factor>(
@@ -43,6 +44,10 @@ pub(super) fn run<T: Element + Factor>(
         cuts.retain(|cut| only.next_if(|unit| **unit == cut.unit).is_some());
     }
     if cuts.is_empty() {
+        if let Some(darrays) = &mut to.darrays {
+            // Of a batch without sequences; programs have no other path, which would have written them.
+            **darrays = gathered(batch, [].into_iter());
+        }
         return vec![];
     }
     let group = problem.group_size();

@@ -1,7 +1,7 @@
 //! Masks, biases and changes of scores by programs: the tiled path against the oracle in each form of a
 //! batch, and the oracle against what has a name of its own.
 
-use fa_core::program::{BiasElement, Interned, OwnedData, OwnedInputs, Program, Standard};
+use fa_core::program::{BiasElement, Interned, OwnedArray, OwnedData, OwnedInputs, Program, Standard};
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{compare, compare_lse};
@@ -303,4 +303,31 @@ fn what_lies_at_hidden_places_has_no_influence() {
         .iter()
         .zip(&want.gradients)
         .for_each(|(got, want)| assert_close("tiled", got, want, 1e-5));
+}
+
+#[test]
+fn the_gradient_of_an_array_is_zero_where_there_is_no_sequence() {
+    let starts =
+        OwnedExtras { cu_seqlens_q: Some(vec![0]), cu_seqlens_k: Some(vec![0]), ..OwnedExtras::NONE };
+    let forms = [
+        (Lengths::uniform(0, 3, 4), OwnedExtras::NONE),
+        (Lengths::uniform(0, 0, 0), OwnedExtras::NONE),
+        (Lengths::packed(0, 0, 0, 0, 0), starts),
+    ];
+    for (lengths, owned) in forms {
+        let problem = Problem::new(lengths, (2, 1), (8, 8), Types::same(Dtype::F32))
+            .with_score(scored("array t: f32[_] grad; array u: f32[_]; score = s + t[h] * u[h];"));
+        let program = problem.score.program.unwrap();
+        let array = |values| OwnedArray {
+            data: OwnedData::F32(values),
+            strides: [1, 0, 0, 0],
+            extents: [2, 1, 1, 1],
+        };
+        let drawn =
+            OwnedInputs { arrays: vec![array(vec![1.0, 2.0]), array(vec![3.0, 4.0])], scalars: vec![] };
+        let own = drawn.view(&program).unwrap();
+        let arguments = Arguments { extras: owned.view(), program: Some(&own), ..Arguments::default() };
+        let found = tiled(&problem, &arguments, &Inputs::<f32>::random(&problem, 1));
+        assert_eq!(found.darrays, [vec![0.0, 0.0], vec![]], "{lengths:?}");
+    }
 }

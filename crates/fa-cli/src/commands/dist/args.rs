@@ -95,7 +95,7 @@ pub(crate) struct PlanArgs {
     pub mask: MaskArgs,
     /// A mask of your own, as an expression of b, h, q, k, sq, sk and off, as in "q // 5000 == k // 5000":
     /// rows are then dealt in both ways; see docs/programs.md
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub mask_mod: Option<String>,
     /// Element type: bf16, f16
     #[arg(long, default_value = "bf16", value_parser = sixteen_bits)]

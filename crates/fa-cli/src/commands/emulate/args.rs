@@ -114,20 +114,20 @@ pub(crate) struct EmulateArgs {
     #[arg(requires = "spec")]
     pub dropout: Option<f64>,
     /// The seed of dropout
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     #[arg(requires = "dropout")]
     pub dropout_seed: u64,
     /// The offset of dropout
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     #[arg(requires = "dropout")]
     pub dropout_offset: u64,
     /// A mask of your own, as in docs/programs.md, using the kernel's form with a program: of a band, too,
     /// which fa run computes by the built-in one
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     #[arg(requires = "spec")]
     pub mask_mod: Option<String>,
     /// A change of the scores of your own, likewise
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     #[arg(requires = "spec")]
     pub score_mod: Option<String>,
     /// A safetensors file whose tensors are the program's arrays and scalars, by their names [default: drawn]
