@@ -5,7 +5,7 @@ tensors. Of an operator with as many arguments torch takes a millisecond to reco
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch._subclasses import FakeTensor
@@ -22,10 +22,12 @@ from ._torch_memory import (
     FLOAT,
     PLAIN,
     check_tensor,
+    count_modes,
     detached,
     goes_by_operator,
     is_compiling,
     is_plain,
+    is_tracing,
     is_transforming,
     lse_shape,
     needs_rules,
@@ -399,14 +401,22 @@ def packed_bits(mask):
         mask = mask.full_tensor()
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
-    mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
+    if mask.shape[-1] % 32:
+        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
     if is_transforming():
         # vmap does not see bytes as words.
         weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
         return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    is_kept = type(mask) in PLAIN and not (is_compiling() or is_tracing() or count_modes())
+    weights = (_weights if is_kept else _weights.__wrapped__)(mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+@lru_cache
+def _weights(device):
+    """Of a byte's bits. To a GPU they are copied once: its memory is waited for."""
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
 
 
 def leave_out_of_graphs():
