@@ -165,20 +165,21 @@ struct AheadCopies {
 };
 
 // The same of a tile of S, copied from the thread's own two rows, which are found once for all tiles of keys:
-// four threads copy 64 bytes of a row at a time. Where rows may begin anywhere the 16-byte chunks around a row
-// are copied, one more than it has, to the place that pads it, and read with its shift.
-template <class Place, int N, class M = Mods>
+// four threads copy 64 bytes of a row at a time, or with Lines, where rows are aligned, the warp row by row.
+// Rows that may begin anywhere are copied by the 16-byte chunks around them, one more than they have, to the
+// place that pads them, and read with their shift.
+template <class Place, int N, bool Lines, class M = Mods>
 struct AheadOfRows : AheadCopies<Place, N, M> {
     using Base = AheadCopies<Place, N, M>;
     using Base::rows;
 
     // Enumerators, which are no symbols of a cubin.
-    enum : bool { kAligned = has_aligned_rows<M>() };
+    enum : bool { kAligned = has_aligned_rows<M>(), kByLines = Lines && kAligned && Base::kChunks % 4 == 0 };
     enum : int { kCopied = Base::kChunks + (kAligned ? 0 : 1) };  // chunks of a row
 
     const u16* own[2];
-    // Of rows that are not aligned: whether they have an element for each key, one behind the other, and whether
-    // all of the warp's begin on 4 bytes.
+    // Of rows that are not aligned: whether they have an element for each key, one behind the other, and
+    // whether all of the warp's begin on 4 bytes.
     bool plain, even;
 
     // `place`: of the thread's rows, in a sequence of `keys`.
@@ -214,6 +215,16 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
         if (rows == AheadRows::One) {
             for (int chunk = lane; chunk < kCopied; chunk += 32)
                 copy_chunk(to + Base::place(0, chunk), 0, first_key, chunk, left);
+        } else if (kByLines && inside) {
+#pragma unroll
+            for (int i = 0; i < Base::kChunks / 2; ++i) {
+                const int at = 32 * i + lane, row = at / Base::kChunks, chunk = at % Base::kChunks;
+                const u64 place = reinterpret_cast<u64>(own[i >= Base::kChunks / 4]);
+                const u32 low = shuffle_from(static_cast<u32>(place), row % 8 * 4);
+                const u32 high = shuffle_from(static_cast<u32>(place >> 32), row % 8 * 4);
+                const u16* const from = reinterpret_cast<const u16*>(low | u64(high) << 32);
+                cp_async_16(to + Base::place(row, chunk), from + (first_key + 8 * chunk), 16);
+            }
         } else {
             constexpr int kPairs = Base::kChunks / 4 * 4;
 #pragma unroll
@@ -362,9 +373,9 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
 }
 
 // The same of a tile of S.
-template <int N, class Params, class Place>
+template <int N, class Params, class Place, bool Lines>
 __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                             const Place& place, const AheadOfRows<Place, N>& copies,
+                                             const Place& place, const AheadOfRows<Place, N, Lines>& copies,
                                              u32 from) {
     constexpr int kPart = N % 16 == 0 ? 16 : 8;
     copies.wait();
