@@ -1,6 +1,6 @@
 """Attention with programs of the caller's, which are texts, with lists of the arrays and scalars that they
-read: the operators `fa_attn::forward_program` and `fa_attn::backward_program`, and without them calls of plain
-tensors. Of an operator with as many arguments torch takes a millisecond to record the gradient."""
+read: the operators `fa_attn::forward_program` and `fa_attn::backward_program`, and without them calls of
+plain tensors: of an operator with as many arguments torch takes a millisecond to record the gradient."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _given(call, q, k, arrays, extras):
 
 
 class ProgramAttention(torch.autograd.Function):
-    """out and LSE from q, k, v, sinks and the arrays of programs, with gradients. `call`: the programs' texts,
-    the names of their arrays, their scalars, and the call's options."""
+    """out and LSE from q, k, v, sinks and the arrays of programs, with gradients. `call`: the texts of the
+    programs, the names of their arrays, their scalars, and the call's options."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, call, extras, division, *arrays):

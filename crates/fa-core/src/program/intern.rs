@@ -58,8 +58,8 @@ impl Interned {
         self.0
     }
 
-    /// The array whose tiles kernels copy, by its place, and the program in which its rows are aligned; `None`
-    /// where there is none, where they are, and where the process has [`MAX_INTERNED`] programs.
+    /// The array whose tiles kernels copy, by its place, and the program in which its rows are aligned;
+    /// `None` where there is none, where they are, and where the process has [`MAX_INTERNED`] programs.
     pub fn with_aligned_rows(self) -> Option<(usize, Interned)> {
         let mut known = ALIGNED.lock().unwrap_or_else(PoisonError::into_inner);
         *known.entry(&self.0.text).or_insert_with(|| {

@@ -164,8 +164,8 @@ pub struct ArrayDecl {
     /// Whether the backward computes its gradient.
     pub gradient: bool,
     /// Whether rows, of its last axis, have an element for each key, one behind the other, and begin on
-    /// multiples of [`ALIGNED_BYTES`]: kernels need not find where they begin. Another array is refused where a
-    /// kernel is launched.
+    /// multiples of [`ALIGNED_BYTES`]: kernels need not find where they begin. Another array is refused where
+    /// a kernel is launched.
     pub aligned: bool,
 }
 

@@ -142,8 +142,8 @@ impl RawProgram {
         RawProgram { room: TMA_BYTES, ..*self }.stores(gradient, scores) == Some(Stored::Room)
     }
 
-    /// The problem of a call with these arrays: where the rows of the one whose tiles kernels copy are aligned,
-    /// that of the program in which they are.
+    /// The problem of a call with these arrays: where the rows of the one whose tiles kernels copy are
+    /// aligned, that of the program in which they are.
     pub fn with_aligned_rows(&self, mut problem: Problem) -> Problem {
         if let Some(program) = problem.score.program
             && let Some((slot, aligned)) = program.with_aligned_rows()
