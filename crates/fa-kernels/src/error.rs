@@ -31,8 +31,8 @@ pub enum Error {
     /// An array that a program declares `aligned` is not.
     #[error(
         "the program's array {name} is declared `aligned`, and its rows do not all begin on multiples of \
-         {ALIGNED_BYTES} bytes with an element for each key, one behind the other: leave `aligned` out, or pad \
-         and copy the array"
+         {ALIGNED_BYTES} bytes with an element for each key, one behind the other: leave `aligned` out, or \
+         pad and copy the array"
     )]
     Unaligned {
         /// The array.

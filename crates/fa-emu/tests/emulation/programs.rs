@@ -158,8 +158,8 @@ fn biases_are_right_in_tiles_of_any_size() {
 }
 
 /// What a bias's array may be for 2 heads, 90 queries and 144 keys: its strides, and its keys. Rows begin on
-/// 16 bytes, one for each query and one for all; on 4 and on 2; one row is for all queries, on 2 bytes; keys are
-/// apart; keys are missing. The first two are aligned.
+/// 16 bytes, one for each query and one for all; on 4 and on 2; one row is for all queries, on 2 bytes; keys
+/// are apart; keys are missing. The first two are aligned.
 const ARRAYS: [([i64; 3], i32); 7] = [
     ([90 * 144, 144, 1], 144),
     ([144, 0, 1], 144),
