@@ -14,7 +14,7 @@ from ._options import MODIFICATIONS
 from ._programs import Program
 
 # The declaration of an array, and its name.
-_DECLARED = re.compile(r"(\barray\s+(\w+)\s*:[^;]*?\])(?:\s*grad)?\s*;")
+_DECLARED = re.compile(r"(\barray\s+(\w+)\s*:[^;]*?\])(?:\s*grad)?(\s*aligned)?\s*;")
 
 
 class Modifications(NamedTuple):
@@ -45,7 +45,7 @@ class Modifications(NamedTuple):
         """These, with gradients for the arrays of these names and no others."""
 
         def declared(found):
-            return found[1] + (" grad;" if found[2] in names else ";")
+            return f"{found[1]}{' grad' if found[2] in names else ''}{found[3] or ''};"
 
         return self._replace(texts=tuple(_DECLARED.sub(declared, text) for text in self.texts))
 

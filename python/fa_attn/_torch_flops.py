@@ -47,7 +47,7 @@ def _backward(dout, q, k, v, out, lse, dlse, *others, out_val=None):
 
 
 # The arguments of a program: arrays, scalars and texts.
-_PROGRAM = 8 + 8 + 3
+_PROGRAM = 16 + 8 + 3
 
 
 def _forward_program(q, k, v, *others, out_val=None):

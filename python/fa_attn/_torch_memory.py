@@ -272,10 +272,8 @@ def check_tensor(name, value):
 
 def is_plain(x):
     """Whether the value is a tensor that the library reads as it is where its rows are contiguous: of torch's
-    own type, dense and without autograd."""
-    if type(x) not in PLAIN or x.is_nested or x.layout is not STRIDED:
-        return False
-    return not (x.is_neg() or x.requires_grad)
+    own type and dense."""
+    return type(x) in PLAIN and not (x.is_nested or x.layout is not STRIDED or x.is_neg())
 
 
 def has_rows(x):
@@ -294,7 +292,7 @@ def is_dual():
 def _are_read_in_place(extras):
     """Whether all tensors are plain and contiguous."""
     for x in extras[:-2]:
-        if x is not None and not (is_plain(x) and x.is_contiguous()):
+        if x is not None and not (is_plain(x) and not x.requires_grad and x.is_contiguous()):
             return False
     return True
 

@@ -163,13 +163,13 @@ def once_only(backward):
     return run
 
 
-def _by_operator(*gradients):
+def is_by_operator(*gradients):
     """Whether something records a backward, or a gradient stands for many (within `torch.vmap`, and by
     `is_grads_batched`, of which torch has a kind of its own), for each of which an operator is called."""
     return is_recorded() or is_transforming() or any(x is not None and is_batch(x) for x in gradients)
 
 
-def _save(ctx, extras, *tensors):
+def save(ctx, extras, *tensors):
     """Saves what the backward reads; the extra tensors too, so that autograd notices if one is written in
     between."""
     ctx.places, saved = (), ()
@@ -184,8 +184,8 @@ def _save(ctx, extras, *tensors):
     ctx.save_for_backward(*tensors, *saved)
 
 
-def _saved(ctx):
-    """(tensors, extras) that `_save` saved."""
+def saved_of(ctx):
+    """(tensors, extras) that `save` saved."""
     saved = ctx.saved_tensors
     if ctx.extras is None:
         return saved, None
@@ -201,7 +201,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, options, extras, division):
         out, lse = run_forward(q, k, v, options, extras, division=division)
-        _save(ctx, extras, q, k, v, out, lse)
+        save(ctx, extras, q, k, v, out, lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -211,8 +211,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 7
-        (q, k, v, out, lse), extras = _saved(ctx)
-        if _by_operator(dout, dlse):
+        (q, k, v, out, lse), extras = saved_of(ctx)
+        if is_by_operator(dout, dlse):
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (*grads, dsinks, *(None,) * 3)
         if are_paged(extras) and not any(ctx.needs_input_grad[1:3]):
@@ -233,7 +233,7 @@ class PlainAttention(Attention):
         made = plain(q, k, v, *call)
         if made is None:
             raise _core.UnsupportedError("a call that takes the long way")
-        _save(ctx, extras, q, k, v, *made)
+        save(ctx, extras, q, k, v, *made)
         ctx.options = call_options(*call[0])
         ctx.set_materialize_grads(False)
         return made
@@ -246,7 +246,7 @@ class PackedAttention(torch.autograd.Function):
     def forward(ctx, qkv, axis, sinks, options, extras, division):
         q, k, v = qkv.unbind(axis)
         out, lse = run_forward(q, k, v, options, extras, division=division)
-        _save(ctx, extras, qkv, out, lse)
+        save(ctx, extras, qkv, out, lse)
         ctx.options, ctx.axis = options, axis
         ctx.set_materialize_grads(False)
         return out, lse
@@ -256,8 +256,8 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 6
-        (qkv, out, lse), extras = _saved(ctx)
-        if _by_operator(dout, dlse):
+        (qkv, out, lse), extras = saved_of(ctx)
+        if is_by_operator(dout, dlse):
             q, k, v = qkv.unbind(ctx.axis)
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 3)

@@ -1,11 +1,11 @@
-"""The operators `fa_attn::forward_program` and `fa_attn::backward_program`: attention with programs of the
-caller's, which are texts, with lists of the arrays and scalars that they read. Calls of plain tensors without
-gradients are computed at once: an operator takes as long again."""
+"""Attention with programs of the caller's, which are texts, with lists of the arrays and scalars that they
+read: the operators `fa_attn::forward_program` and `fa_attn::backward_program`, and without them calls of
+plain tensors: of an operator with as many arguments torch takes a millisecond to record the gradient."""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch._subclasses import FakeTensor
@@ -22,10 +22,12 @@ from ._torch_memory import (
     FLOAT,
     PLAIN,
     check_tensor,
+    count_modes,
     detached,
     goes_by_operator,
     is_compiling,
     is_plain,
+    is_tracing,
     is_transforming,
     lse_shape,
     needs_rules,
@@ -34,7 +36,7 @@ from ._torch_memory import (
     rows_of,
 )
 from ._torch_operators import one_by_one, refused_twice, within_func
-from ._torch_passes import has_kernels, run_backward, run_forward
+from ._torch_passes import has_kernels, is_by_operator, once_only, run_backward, run_forward, save, saved_of
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
 from ._torch_wide import is_wide
@@ -85,20 +87,72 @@ def _programs(program, q, k, extras):
 
 
 def _at_once(mods, q, k, v, arrays, options, extras, division, wants_lse):
-    """The results of a call that nothing records and nothing differentiates; None of others."""
+    """The results of a call that nothing records but autograd; None of others."""
     if goes_by_operator(q, k, v) or not all(map(is_plain, arrays)):
         return None
-    sinks = extras.sinks
-    differentiated = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiated):
-        return None
     _check_counts(arrays, mods.scalars)
-    q, k, v = (rows_of(x.detach() if x.requires_grad else x) for x in (q, k, v))
+    sinks = extras.sinks
+    differentiated = (q, k, v, *arrays) if sinks is None else (q, k, v, sinks, *arrays)
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
     extras = _read(extras)
-    scalars = [(name, float(value)) for name, value in mods.scalars]
-    named = with_bits(list(zip(mods.names, arrays)), scalars, q, k, extras)
-    programs = list(mods.texts), named, scalars
-    return run_forward(q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs)
+    call = mods.texts, mods.names, [(name, float(value)) for name, value in mods.scalars], options
+    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiated):
+        return ProgramAttention.apply(q, k, v, sinks, call, extras, division, *arrays)
+    programs = _given(call, q, k, [x.detach() if x.requires_grad else x for x in arrays], extras)
+    q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
+    return run_forward(
+        q, k, v, options, extras, division=division, wants_lse=wants_lse, programs=programs
+    )
+
+
+def _given(call, q, k, arrays, extras):
+    """A call's programs as the extension module takes them."""
+    texts, names, scalars, _ = call
+    return list(texts), with_bits(list(zip(names, arrays)), scalars, q, k, extras), scalars
+
+
+class ProgramAttention(torch.autograd.Function):
+    """out and LSE from q, k, v, sinks and the arrays of programs, with gradients. `call`: the texts of the
+    programs, the names of their arrays, their scalars, and the call's options."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, call, extras, division, *arrays):
+        programs = _given(call, q, k, arrays, extras)
+        out, lse = run_forward(q, k, v, call[-1], extras, division=division, programs=programs)
+        save(ctx, extras, q, k, v, out, lse, *arrays)
+        ctx.call, ctx.wants = call, ctx.needs_input_grad[7:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_only
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * (7 + len(ctx.wants))
+        (q, k, v, out, lse, *arrays), extras = saved_of(ctx)
+        *call, options = ctx.call
+        wants = list(ctx.wants)
+        if is_by_operator(dout, dlse):
+            extras = NO_EXTRAS if extras is None else extras
+            dout = torch.zeros_like(out) if dout is None else dout
+            mods = Modifications(*call[:2], tuple(arrays), tuple(call[2]))
+            given = (dout, q, k, v, out, lse, dlse, wants, *_flat(mods, arrays), *extras, *flat(options))
+            dq, dk, dv, dsinks, *made = torch.ops.fa_attn.backward_program(*map(_constant, given))
+            dsinks = None if extras.sinks is None else dsinks
+        else:
+            programs = _given(ctx.call, q, k, arrays, extras)
+            made = _rooms(programs[1], wants, programs[0], q, v, options)
+            own = [(name, x) for (name, _), x in zip(programs[1], made) if x is not None]
+            dq, dk, dv = grads = new_gradients(q, k, v, extras)
+            tensors = (dout, q, k, v, out, lse, grads)
+            dsinks = run_backward(*tensors, options, extras, dlse, programs=programs, gradients=own)
+        darrays = [x.to(array.dtype) if wanted else None for x, array, wanted in zip(made, arrays, wants)]
+        return (dq, dk, dv, dsinks, None, None, None, *darrays)
+
+
+def _constant(x):
+    """An argument of an operator without what autograd recorded of it."""
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
 def _parted(arguments):
@@ -144,20 +198,26 @@ def _(q, k, v, *arguments):
     return new_out(q, v, options), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
-def _room(named, wants, texts, q, v, options):
-    """Where the gradients of arrays go, without elements for those that want none: of an array of 16 bits in
-    its type, where kernels write them, else in f32, as torch adds them up."""
+def _rooms(named, wants, texts, q, v, options):
+    """Where the gradients of arrays go, None for those that want none: of an array of 16 bits in its type,
+    where kernels write them, else in f32, as torch adds them up."""
     has_own = has_kernels(q) and not is_wide(q, v, options)
     summed = replaced(tuple(texts)) if has_own else ()
 
     def dtype(name, x):
         return x.dtype if has_own and name not in summed and x.dtype in _HALVES else FLOAT
 
-    rooms = [
-        q.new_empty(x.shape, dtype=dtype(name, x)) if wanted else q.new_empty((0,), dtype=FLOAT)
+    return [
+        q.new_empty(x.shape, dtype=dtype(name, x)) if wanted else None
         for (name, x), wanted in zip(named, wants)
     ]
-    return rooms + [q.new_empty((0,), dtype=FLOAT) for _ in range(_MOST - len(rooms))]
+
+
+def _all_rooms(*call):
+    """The same as an operator's results: of no elements where nothing is wanted."""
+    rooms = _rooms(*call)
+    rooms += [None] * (_MOST - len(rooms))
+    return [call[3].new_empty((0,), dtype=FLOAT) if x is None else x for x in rooms]
 
 
 def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
@@ -167,7 +227,7 @@ def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
     grads = new_gradients(q, k, v, extras)
     programs = _programs(program, q, k, extras)
     options = options_of(arguments)[0]
-    made = _room(programs[1], wants, programs[0], q, v, options)
+    made = _all_rooms(programs[1], wants, programs[0], q, v, options)
     own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
     arrays = (dout, q, k, v, out, lse, grads)
     dsinks = run_backward(*arrays, options, extras, dlse, programs=programs, gradients=own)
@@ -195,7 +255,7 @@ def _(dout, q, k, v, out, lse, dlse, wants, *arguments):
     dsinks = q.new_empty(q.shape[-2:-1] if extras.sinks is not None else (0,), dtype=FLOAT)
     texts, names, _ = program[_MOST + _MOST_SCALARS :]
     named = list(zip(_names(names), program[:_MOST]))
-    made = _room(named, wants, texts.split(_SEPARATOR), q, v, options_of(options)[0])
+    made = _all_rooms(named, wants, texts.split(_SEPARATOR), q, v, options_of(options)[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, *made
 
 
@@ -332,15 +392,23 @@ def packed_bits(mask):
         mask = mask.full_tensor()
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
-    mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
+    if mask.shape[-1] % 32:
+        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
     if is_transforming():
         # vmap does not see bytes as words.
         weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
         return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
-    # Made where they are needed: a graph captures no copy from the host.
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    is_kept = type(mask) in PLAIN and not (is_compiling() or is_tracing() or count_modes())
+    is_kept = is_kept and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    weights = (_weights if is_kept else _weights.__wrapped__)(mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+@lru_cache
+def _weights(device):
+    """Of a byte's bits. Nothing is copied from the host, which a graph does not capture."""
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def leave_out_of_graphs():

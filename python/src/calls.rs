@@ -46,6 +46,7 @@ pub(crate) fn run(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
+            let problem = &given.of_kernels(problem, pass);
             let entry = device.bind(py, problem, pass, (on.division, on.pinned))?;
             let stream = match (on.stream, q) {
                 (Some(stream), _) => stream,
@@ -247,6 +248,7 @@ pub(crate) fn report<'py>(
     given.take_programs(programs, None)?;
     let problem = given.problem(&options)?;
     let pass = if backward { Pass::Backward { deterministic: options.deterministic } } else { Pass::Forward };
+    let problem = given.of_kernels(&problem, pass);
     let (splits, pack_gqa) = division.unwrap_or_default();
     report_of(py, &problem, pass, (Division { splits, pack_gqa }, options.deterministic), given.place())
 }

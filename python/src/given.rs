@@ -282,6 +282,13 @@ impl<'py> Given<'py> {
         Ok(())
     }
 
+    /// The problem that kernels of `pass` are bound to: in forwards of a bias whose rows are aligned, of the
+    /// program that says so.
+    pub(crate) fn of_kernels(&self, problem: &Problem, pass: Pass) -> Problem {
+        let program = self.program.as_ref().filter(|_| !pass.is_backward());
+        program.map_or(*problem, |program| program.raw().with_aligned_rows(*problem))
+    }
+
     pub(crate) fn place(&self) -> Place {
         self.q.place
     }

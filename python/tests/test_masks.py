@@ -489,6 +489,18 @@ def test_a_gradient_that_a_text_leaves_out_is_an_error():
     assert torch.autograd.grad(out.square().sum(), table)[0].abs().sum() > 0
 
 
+def test_arrays_may_be_aligned():
+    q, k, v = draw(1, 9, 2, D), draw(1, 16, 2, D), draw(1, 16, 2, D)
+    bias = draw(2, 9, 16).requires_grad_()
+    made = []
+    for how in ("grad", "grad aligned"):
+        program = fa_attn.Program(f"array t: f32[_, _, _] {how}; s + t[h, q, k]", dict(t=bias))
+        assert ("aligned" in program.text) == ("aligned" in how)
+        out = fa_attn.flash_attn_func(q, k, v, score_mod=program)
+        made.append((out, *torch.autograd.grad(out.square().sum(), bias)))
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
 def test_indices_outside_read_no_other_memory():
     # pytorch#147551: a negative index at masked places; it is clamped.
     table = torch.arange(4.0)

@@ -426,6 +426,12 @@ def test_operations_are_counted(device, dtype):
     assert counted(packed) == 14 * 4 * (3 * 3 + 6 * 6) * 16
     used = torch.tensor([1, 2], dtype=torch.int32, device=device)
     assert counted(lambda: packed(seqused_k=used)) == 14 * 4 * (3 * 1 + 6 * 2) * 16
+    # Of programs as well, recorded with the forward or behind it.
+    bias = torch.randn(4, 1, 11, device=device).requires_grad_()
+    assert counted(lambda: padded(bias=bias)) == 14 * pairs * 16
+    out = padded(bias=bias)
+    assert counted(lambda: out) == 10 * pairs * 16 and bias.grad.abs().sum() > 0
+    assert counted(lambda: packed(bias=bias[..., :1])) == 14 * 4 * (3 * 3 + 6 * 6) * 16
     (qkv,) = tensors(device, dtype, (2, 9, 3, 4, 16))
     out = fa_attn.flash_attn_qkvpacked_func(qkv)
     want = torch.autograd.grad(out.sum(), qkv, retain_graph=True)[0]

@@ -544,11 +544,28 @@ def test_programs_of_plain_tensors_are_computed_without_an_operator(device, dtyp
         monkeypatch.setattr(_torch_programs, "_at_once", lambda *given: None)
         for own, other in zip(one, call()):
             assert torch.equal(own, other) and own.stride() == other.stride() and own.abs().sum() > 0
-    # What is differentiated goes by the operator, of arrays as well.
-    monkeypatch.setattr(_torch_programs, "_at_once", noted)
+    # So is what is differentiated, of arrays as well.
     learned = table.clone().requires_grad_()
+
+    def gradients():
+        own = [x.detach().requires_grad_() for x in (q, k, v, sinks)] + [learned]
+        out, lse = fa_attn.flash_attn_func(
+            *own[:3],
+            sinks=own[3],
+            score_mod=lambda s, b, h, i, j: s + learned[h, j],
+            dropout_p=0.3,
+            rng_state=state,
+            return_lse=True,
+        )
+        return torch.autograd.grad(out.float().square().sum() + lse.sum(), own)
+
+    by_operator = gradients()
+    monkeypatch.setattr(_torch_programs, "_at_once", noted)
+    for own, other in zip(gradients(), by_operator):
+        assert torch.equal(own, other) and own.abs().sum() > 0
+    assert made[-1] is not None
     out = fa_attn.flash_attn_func(q, k, v, score_mod=lambda s, b, h, i, j: s + learned[h, j])
-    assert made[-1] is None and torch.autograd.grad(out.float().square().sum(), learned)[0].abs().sum() > 0
+    assert torch.autograd.grad(out.float().square().sum(), learned)[0].abs().sum() > 0
     with torch.no_grad():
         fa_attn.flash_attn_func(q.requires_grad_(), k, v, score_mod=change)
     assert made[-1] is not None

@@ -73,8 +73,11 @@ fn launch<T: Value, K: KvElement, Q: KvElement>(
     [(k, k_strides), (v, v_strides)]: [Located<'_, K>; 2],
     with_lse: bool,
 ) -> Result<Made> {
-    let problem = &posed.problem;
     let stream = device.cuda_stream();
+    let arrays = posed.program.as_ref().map(lock_arrays);
+    let arrays = posed.program.as_ref().zip(arrays.as_deref());
+    let program = arrays.map(|(own, arrays)| raw_program(own, arrays, &stream)).transpose()?;
+    let problem = &program.as_ref().map_or(posed.problem, |(raw, _)| raw.with_aligned_rows(posed.problem));
     let kernels = Device::of(stream.context())?;
     let bound = kernels.bind(problem, Pass::Forward)?;
     let Bound::Forward(forward) = &*bound else { return Err(Error::NoForward.into()) };
@@ -85,9 +88,6 @@ fn launch<T: Value, K: KvElement, Q: KvElement>(
     };
     let beside = lock(posed.beside.as_ref());
     let views = views(&beside)?;
-    let arrays = posed.program.as_ref().map(lock_arrays);
-    let arrays = posed.program.as_ref().zip(arrays.as_deref());
-    let program = arrays.map(|(own, arrays)| raw_program(own, arrays, &stream)).transpose()?;
     kernels.with_workspace(&stream, forward.workspace_bytes(), |workspace| {
         let args = ForwardArgs {
             q: Input { data: &q, strides: q_strides },

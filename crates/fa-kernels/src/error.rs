@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
+use fa_core::program::ALIGNED_BYTES;
 use fa_core::{AppendError, Arch, Dtype, MergeError, Mismatch, ProblemError, SpecError, Unserved};
 
 use crate::Fault;
@@ -26,6 +27,16 @@ pub enum Error {
         name: String,
         /// Where it is included.
         from: String,
+    },
+    /// An array that a program declares `aligned` is not.
+    #[error(
+        "the program's array {name} is declared `aligned`, and its rows do not all begin on multiples of \
+         {ALIGNED_BYTES} bytes with an element for each key, one behind the other: leave `aligned` out, or \
+         pad and copy the array"
+    )]
+    Unaligned {
+        /// The array.
+        name: String,
     },
     /// An array of a program has no elements.
     #[error("the program's array {name} has no element along axis {axis}: give it one at least")]

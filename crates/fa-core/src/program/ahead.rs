@@ -62,6 +62,13 @@ impl Program {
         })
     }
 
+    /// The array whose tiles the SM90 class copies to shared memory, by its place.
+    pub fn copied_array(&self) -> Option<usize> {
+        let load = self.ahead().filter(|ahead| ahead.is_copied())?.load;
+        let Node::Load(array, _) = self.nodes()[load.index()] else { return None };
+        Some(usize::from(array))
+    }
+
     fn ahead_form(&self, load: NodeId) -> Option<(AheadForm, u32)> {
         let Node::Load(array, indices) = self.nodes()[load.index()] else { return None };
         let bytes = match self.arrays()[usize::from(array)].element {
@@ -109,6 +116,21 @@ mod tests {
             assert_eq!(found, form, "{text}");
             assert_eq!(program.cuda().contains("kAhead"), form.is_some(), "{text}");
         }
+    }
+
+    #[test]
+    fn rows_that_are_copied_may_be_aligned() {
+        let of = |text: &str| Program::parse(text).unwrap().intern().unwrap();
+        let text = "array c: i32[_]; array t: bf16[_, _] grad; score = s + t[h, k] + t[c[q], k];";
+        let (slot, aligned) = of(text).with_aligned_rows().unwrap();
+        assert_eq!(slot, 1);
+        assert_eq!(aligned, of(&text.replace("grad;", "grad aligned;")));
+        assert!(aligned.cuda().contains("AlignedRows") && !of(text).cuda().contains("AlignedRows"));
+        assert_eq!(Program::parse(aligned.text()).unwrap(), *aligned);
+        assert_eq!(of(text).with_aligned_rows(), Some((slot, aligned)));
+        // It is so already; nothing is copied.
+        assert_eq!(aligned.with_aligned_rows(), None);
+        assert_eq!(of("array t: f32[_, _]; score = s + t[q, k];").with_aligned_rows(), None);
     }
 
     const BY_QUERY: AheadForm = Distances { by_query: true };

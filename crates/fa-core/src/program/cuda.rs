@@ -587,6 +587,9 @@ impl Printer<'_> {
         if let Some(last) = self.node(load).operands().last() {
             self.body(last, None);
         }
+        if decl.aligned {
+            self.text.push_str("    struct AlignedRows {};\n");
+        }
         let _ = writeln!(
             self.text,
             "    __device__ __forceinline__ float score(float s, const Row& row, const Column& column, float \

@@ -110,7 +110,8 @@ impl Program {
             let name = names.next().unwrap_or_default();
             // An array has an axis, if only of one element.
             let rank = axes.len().max(1);
-            arrays.push(ArrayDecl { name: name.clone(), element: Element::F32, rank, gradient: true });
+            let (own, element) = (name.clone(), Element::F32);
+            arrays.push(ArrayDecl { name: own, element, rank, gradient: true, aligned: false });
             made.push(Direct { name, load, axes });
         }
         limit("arrays", MAX_ARRAYS, arrays.len())?;

@@ -16,6 +16,11 @@ pub const MAX_INTERNED: usize = 4096;
 
 static TABLE: LazyLock<Mutex<HashMap<String, &'static Program>>> = LazyLock::new(Mutex::default);
 
+/// Of a program's text the array whose rows may be aligned, and the program in which they are.
+type Aligned = HashMap<&'static str, Option<(usize, Interned)>>;
+
+static ALIGNED: LazyLock<Mutex<Aligned>> = LazyLock::new(Mutex::default);
+
 /// The process has [`MAX_INTERNED`] programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -51,6 +56,16 @@ impl Interned {
     /// The program.
     pub fn get(self) -> &'static Program {
         self.0
+    }
+
+    /// The array whose tiles kernels copy, by its place, and the program in which its rows are aligned;
+    /// `None` where there is none, where they are, and where the process has [`MAX_INTERNED`] programs.
+    pub fn with_aligned_rows(self) -> Option<(usize, Interned)> {
+        let mut known = ALIGNED.lock().unwrap_or_else(PoisonError::into_inner);
+        *known.entry(&self.0.text).or_insert_with(|| {
+            let slot = self.copied_array().filter(|&slot| !self.arrays()[slot].aligned)?;
+            Some((slot, self.aligned(slot).ok()?.intern().ok()?))
+        })
     }
 }
 

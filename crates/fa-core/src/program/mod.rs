@@ -74,5 +74,5 @@ pub use places::Places;
 pub use rows::MAX_INTERVALS;
 pub use standard::{BiasElement, Standard};
 pub use tiles::{MAX_SCANNED, Tile, TileState};
-pub use types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
+pub use types::{ALIGNED_BYTES, ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
 pub use whole::Program;

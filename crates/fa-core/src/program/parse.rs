@@ -162,7 +162,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// `NAME: ELEMENT[_, ..] grad;`
+    /// `NAME: ELEMENT[_, ..] grad aligned;`
     fn array(&mut self) -> Parsed<()> {
         let start = self.span().start;
         let name = self.new_name()?;
@@ -193,11 +193,12 @@ impl Parser<'_> {
             let span = start..self.end();
             return Err(self.error(ProgramProblem::GradientOfIntegers, span));
         }
+        let aligned = self.takes_name("aligned");
         let given = self.graph.arrays.len() + 1;
         let span = start..self.end();
         limit("arrays", MAX_ARRAYS, given).map_err(|problem| self.error(problem, span))?;
         self.names.insert(name.clone(), Named::Array(given - 1));
-        self.graph.arrays.push(ArrayDecl { name, element, rank, gradient });
+        self.graph.arrays.push(ArrayDecl { name, element, rank, gradient, aligned });
         self.end_of_statement()
     }
 

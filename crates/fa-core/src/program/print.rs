@@ -18,7 +18,9 @@ pub(super) fn text(graph: &Graph, results: [(&str, Option<NodeId>); 3]) -> Strin
     for array in &graph.arrays {
         let axes = vec!["_"; array.rank].join(", ");
         let gradient = if array.gradient { " grad" } else { "" };
-        let _ = writeln!(text, "array {}: {}[{axes}]{gradient};", array.name, array.element.name());
+        let aligned = if array.aligned { " aligned" } else { "" };
+        let (name, element) = (&array.name, array.element.name());
+        let _ = writeln!(text, "array {name}: {element}[{axes}]{gradient}{aligned};");
     }
     for scalar in &graph.scalars {
         let _ = writeln!(text, "scalar {}: {};", scalar.name, scalar.ty);

@@ -163,7 +163,14 @@ pub struct ArrayDecl {
     pub rank: usize,
     /// Whether the backward computes its gradient.
     pub gradient: bool,
+    /// Whether rows, of its last axis, have an element for each key, one behind the other, and begin on
+    /// multiples of [`ALIGNED_BYTES`]: kernels need not find where they begin. Another array is refused where
+    /// a kernel is launched.
+    pub aligned: bool,
 }
+
+/// What the rows of an aligned array begin on multiples of.
+pub const ALIGNED_BYTES: u64 = 16;
 
 /// A run-time value of a program: other values compile nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -156,6 +156,16 @@ impl Program {
         Ok(Program { graph, own, mask, score, weight, slope, class, exponent, gradients, text, hash })
     }
 
+    /// The program in which the rows of array `slot` are aligned.
+    pub(super) fn aligned(&self, slot: usize) -> Result<Program, ProgramProblem> {
+        let mut arrays = self.graph.arrays.clone();
+        arrays[slot].aligned = true;
+        let mut graph = Graph::new(arrays, self.graph.scalars.clone());
+        let s = graph.var(Var::S)?;
+        let results = copied(self, &mut graph, s)?;
+        Program::new(&graph, results)
+    }
+
     fn joined(&self, other: &Program) -> Result<Program, ProgramProblem> {
         let mut graph = Graph::new(self.graph.arrays.clone(), self.graph.scalars.clone());
         let conflict = |name: &str| ProgramProblem::Conflict { name: name.to_owned() };

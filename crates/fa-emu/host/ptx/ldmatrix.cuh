@@ -25,6 +25,7 @@ EMU_INLINE void load_shared_u32x2(u32& first, u32& second, u32 address) {
     second = values[1];
 }
 EMU_INLINE float load_shared_f32(u32 address) { return float_of_bits(load_shared_u32(address)); }
+EMU_INLINE void store_shared_u16(u32 address, u16 value) { emu::store_shared(address, &value, 2); }
 EMU_INLINE void store_shared_u32(u32 address, u32 value) { emu::store_shared(address, &value, 4); }
 
 }  // namespace fa

@@ -158,13 +158,13 @@ fn biases_are_right_in_tiles_of_any_size() {
 }
 
 /// What a bias's array may be for 2 heads, 90 queries and 144 keys: its strides, and its keys. Rows begin on
-/// 16 bytes, on 4 and on 2; one row is for all queries, on 16 bytes and on 2; keys are apart; keys are
-/// missing.
+/// 16 bytes, one for each query and one for all; on 4 and on 2; one row is for all queries, on 2 bytes; keys
+/// are apart; keys are missing. The first two are aligned.
 const ARRAYS: [([i64; 3], i32); 7] = [
     ([90 * 144, 144, 1], 144),
+    ([144, 0, 1], 144),
     ([90 * 146, 146, 1], 144),
     ([90 * 145, 145, 1], 144),
-    ([144, 0, 1], 144),
     ([145, 0, 1], 144),
     ([90 * 288, 288, 2], 144),
     ([90 * 144, 144, 1], 100),
@@ -173,15 +173,18 @@ const ARRAYS: [([i64; 3], i32); 7] = [
 #[test]
 #[ignore = "emulation"]
 fn biases_are_right_however_they_lie() {
-    let kernels = BIASED.into_iter().chain([1, 2, 5, 6].map(|index| KERNELS[index]));
-    for kernel in kernels {
-        let spec = spec(kernel, "full", "array bias: bf16[_, _, _]; score = s + bias[h, q, k];");
+    let kernels: Vec<_> = BIASED.into_iter().chain([1, 2, 5, 6].map(|index| KERNELS[index])).collect();
+    let any = kernels.iter().map(|kernel| (kernel, "", &ARRAYS[..]));
+    let aligned = kernels.iter().map(|kernel| (kernel, " aligned", &ARRAYS[..2]));
+    for (kernel, how, arrays) in any.chain(aligned) {
+        let program = format!("array bias: bf16[_, _, _]{how}; score = s + bias[h, q, k];");
+        let spec = spec(*kernel, "full", &program);
         let unit = emulator().unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
         let mut problem = sweep::cases(&spec)[0].problem;
         problem.lengths = Lengths::uniform(1, 90, 144);
         problem = problem.with_heads(2, if spec.kernel.is_backward() { 2 } else { 1 });
         let Case { placement, extras, .. } = Case::of(&problem, Placement::PACKED);
-        for ([head, query, key], keys) in ARRAYS {
+        for &([head, query, key], keys) in arrays {
             let mut inputs = OwnedInputs::drawn(&problem, 1).unwrap();
             let elements =
                 (0..2 * 90 * 288).map(|i: u32| 0x3f80 | (i.wrapping_mul(40503) >> 9 & 0x807f) as u16);

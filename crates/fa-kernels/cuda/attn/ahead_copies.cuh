@@ -23,6 +23,16 @@ constexpr bool copies_ahead() {
     return false;
 }
 
+// Whether its rows are aligned, as the program declares: they begin on 16 bytes and have an element for each
+// key, one behind the other.
+template <class M = Mods>
+constexpr bool has_aligned_rows() {
+    if constexpr (requires { typename M::AlignedRows; }) {
+        return true;
+    }
+    return false;
+}
+
 // What a warp has copied: nothing, where the array does not allow it; one row, which all of its queries
 // share; or a row for each query.
 enum class AheadRows : u8 { None, One, Each };
@@ -155,17 +165,22 @@ struct AheadCopies {
 };
 
 // The same of a tile of S, copied from the thread's own two rows, which are found once for all tiles of keys:
-// four threads copy 64 bytes of a row at a time. Of a row that does not begin on 16 bytes the chunks around
-// it are copied, one more than it has, to the place that pads it, and read with its shift.
-template <class Place, int N, class M = Mods>
+// four threads copy 64 bytes of a row at a time, or with Lines, where rows are aligned, the warp row by row.
+// Rows that may begin anywhere are copied by the 16-byte chunks around them, one more than they have, to the
+// place that pads them, and read with their shift.
+template <class Place, int N, bool Lines, class M = Mods>
 struct AheadOfRows : AheadCopies<Place, N, M> {
     using Base = AheadCopies<Place, N, M>;
     using Base::rows;
 
+    // Enumerators, which are no symbols of a cubin.
+    enum : bool { kAligned = has_aligned_rows<M>(), kByLines = Lines && kAligned && Base::kChunks % 4 == 0 };
+    enum : int { kCopied = Base::kChunks + (kAligned ? 0 : 1) };  // chunks of a row
+
     const u16* own[2];
-    // Whether rows have an element for each key, one behind the other; of the warp's rows, whether all begin
-    // on 16 bytes, and on 4.
-    bool plain, whole, even;
+    // Of rows that are not aligned: whether they have an element for each key, one behind the other, and
+    // whether all of the warp's begin on 4 bytes.
+    bool plain, even;
 
     // `place`: of the thread's rows, in a sequence of `keys`.
     __device__ __forceinline__ void prepare(const ProgramParams& params, const Place& place, int keys) {
@@ -178,11 +193,12 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
         const u64 of_first = shuffle_from(static_cast<u32>(places[0]), 0) |
                              u64(shuffle_from(static_cast<u32>(places[0] >> 32), 0)) << 32;
         const bool differ = places[0] != of_first || places[1] != of_first;
-        plain = array.strides[M::kAheadAxis] == 1 && array.extents[M::kAheadAxis] >= keys;
-        const u32 shifts = static_cast<u32>(places[0]) | static_cast<u32>(places[1]);
-        whole = !plain || !warp_any(shifts % 16 != 0);
-        even = !warp_any(shifts % 4 != 0);
-        rows = plain && !warp_any(differ) ? AheadRows::One : AheadRows::Each;
+        if constexpr (!kAligned) {
+            plain = array.strides[M::kAheadAxis] == 1 && array.extents[M::kAheadAxis] >= keys;
+            const u32 shifts = static_cast<u32>(places[0]) | static_cast<u32>(places[1]);
+            even = !warp_any(shifts % 4 != 0);
+        }
+        rows = (kAligned || plain) && !warp_any(differ) ? AheadRows::One : AheadRows::Each;
     }
 
     __device__ __forceinline__ void start(u32 to, const ProgramParams& params, int first_key) const {
@@ -190,15 +206,25 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
         const int lane = lane_index();
         // All lanes have read what is overwritten.
         warp_sync();
-        if (!plain) {
+        if (!kAligned && !plain) {
             copy_elements(to, array, first_key);
             return;
         }
         const int left = array.extents[M::kAheadAxis] - first_key;
-        const bool inside = left >= Base::kKeys + (whole ? 0 : 8);
+        const bool inside = left >= Base::kKeys + (kAligned ? 0 : 8);
         if (rows == AheadRows::One) {
-            for (int chunk = lane; chunk <= Base::kChunks; chunk += 32)
+            for (int chunk = lane; chunk < kCopied; chunk += 32)
                 copy_chunk(to + Base::place(0, chunk), 0, first_key, chunk, left);
+        } else if (kByLines && inside) {
+#pragma unroll
+            for (int i = 0; i < Base::kChunks / 2; ++i) {
+                const int at = 32 * i + lane, row = at / Base::kChunks, chunk = at % Base::kChunks;
+                const u64 place = reinterpret_cast<u64>(own[i >= Base::kChunks / 4]);
+                const u32 low = shuffle_from(static_cast<u32>(place), row % 8 * 4);
+                const u32 high = shuffle_from(static_cast<u32>(place >> 32), row % 8 * 4);
+                const u16* const from = reinterpret_cast<const u16*>(low | u64(high) << 32);
+                cp_async_16(to + Base::place(row, chunk), from + (first_key + 8 * chunk), 16);
+            }
         } else {
             constexpr int kPairs = Base::kChunks / 4 * 4;
 #pragma unroll
@@ -212,11 +238,11 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
                         if (chunk < kPairs || lane % 4 < Base::kChunks - kPairs)
                             cp_async_16(at + 16 * chunk, from + 8 * chunk, 16);
                     }
-                    if (!whole && lane % 4 == 0)
+                    if (!kAligned && lane % 4 == 0)
                         cp_async_16(at + 16 * Base::kChunks, from + 8 * Base::kChunks, 16);
                 } else {
 #pragma unroll 1
-                    for (int chunk = lane % 4; chunk <= Base::kChunks; chunk += 4)
+                    for (int chunk = lane % 4; chunk < kCopied; chunk += 4)
                         copy_chunk(to + Base::place(row, chunk), r, first_key, chunk, left);
                 }
             }
@@ -229,30 +255,31 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
     __device__ __forceinline__ AheadPart<Count, M> part(u32 from, int begin) const {
         static_assert(Count % 8 == 0);
         AheadPart<Count, M> read;
-        if (whole) {
+        if constexpr (kAligned) {
 #pragma unroll
             for (int i = 0; i < Count; i += 8) {
                 const auto eight = Base::template part<8>(from, begin + i);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) read.words_of[i / 2 + j] = eight.words_of[j];
             }
-            return read;
-        }
-        const int lane = lane_index();
+        } else {
+            const int lane = lane_index();
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = rows == AheadRows::Each ? lane / 4 + 8 * r : 0;
-            const u32 shift = reinterpret_cast<u64>(own[r]) % 16;
-            const u32 at = from + Base::place(row, begin / 4) + lane % 4 * 4 + shift;
-            if (even) {
+            for (int r = 0; r < 2; ++r) {
+                const int row = rows == AheadRows::Each ? lane / 4 + 8 * r : 0;
+                const u32 shift = reinterpret_cast<u64>(own[r]) % 16;
+                const u32 at = from + Base::place(row, begin / 4) + lane % 4 * 4 + shift;
+                if (even) {
 #pragma unroll
-                for (int i = 0; i < Count / 4; ++i) read.words_of[2 * i + r] = load_shared_u32(at + 16 * i);
-            } else {
-                const u32 word = at & ~3u, bits = 8 * (at & 2);
+                    for (int i = 0; i < Count / 4; ++i)
+                        read.words_of[2 * i + r] = load_shared_u32(at + 16 * i);
+                } else {
+                    const u32 word = at & ~3u, bits = 8 * (at & 2);
 #pragma unroll
-                for (int i = 0; i < Count / 4; ++i) {
-                    const u64 high = load_shared_u32(word + 16 * i + 4);
-                    read.words_of[2 * i + r] = (high << 32 | load_shared_u32(word + 16 * i)) >> bits;
+                    for (int i = 0; i < Count / 4; ++i) {
+                        const u64 high = load_shared_u32(word + 16 * i + 4);
+                        read.words_of[2 * i + r] = (high << 32 | load_shared_u32(word + 16 * i)) >> bits;
+                    }
                 }
             }
         }
@@ -270,18 +297,18 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
   private:
     // Where the chunk begins that row r of the thread begins in.
     __device__ __forceinline__ const u16* begin_of(int r) const {
-        return reinterpret_cast<const u16*>(reinterpret_cast<u64>(own[r]) & ~u64(15));
+        return kAligned ? own[r] : reinterpret_cast<const u16*>(reinterpret_cast<u64>(own[r]) & ~u64(15));
     }
 
     // Copies what the row has of a chunk, with `left` elements from `first_key` on.
     __device__ __forceinline__ void copy_chunk(u32 to, int r, int first_key, int chunk, int left) const {
-        const int before = static_cast<int>(reinterpret_cast<u64>(own[r]) % 16 / 2);
+        const int before = kAligned ? 0 : static_cast<int>(reinterpret_cast<u64>(own[r]) % 16 / 2);
         const int bytes = max_of(min_of(2 * (left + before - 8 * chunk), 16), 0);
         const u16* const from = begin_of(r) + first_key;
         cp_async_16(to, bytes > 0 ? from + 8 * chunk : from, bytes);
     }
 
-    // Element by element, what four threads read of a row being what they copy.
+    // Element by element, to where the row's shift is.
     __device__ __forceinline__ void copy_elements(u32 to, const ProgramArray& array, int first_key) const {
         const int lane = lane_index();
 #pragma unroll 1
@@ -290,9 +317,12 @@ struct AheadOfRows : AheadCopies<Place, N, M> {
             const i64 low = axis_offset<M::kAheadAxis>(array, key);
             const i64 high = axis_offset<M::kAheadAxis>(array, key + 1);
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                store_shared_u32(to + Base::place(lane / 4 + 8 * r, chunk) + lane % 4 * 4,
-                                 own[r][low] | u32(own[r][high]) << 16);
+            for (int r = 0; r < 2; ++r) {
+                const u32 shift = reinterpret_cast<u64>(own[r]) % 16;
+                const u32 at = to + Base::place(lane / 4 + 8 * r, chunk) + lane % 4 * 4 + shift;
+                store_shared_u16(at, own[r][low]);
+                store_shared_u16(at + 2, own[r][high]);
+            }
         }
     }
 };
@@ -343,9 +373,9 @@ __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params
 }
 
 // The same of a tile of S.
-template <int N, class Params, class Place>
+template <int N, class Params, class Place, bool Lines>
 __device__ __forceinline__ void to_exponents(float (&s)[N], const Params& params, const ScoreParams& scores,
-                                             const Place& place, const AheadOfRows<Place, N>& copies,
+                                             const Place& place, const AheadOfRows<Place, N, Lines>& copies,
                                              u32 from) {
     constexpr int kPart = N % 16 == 0 ? 16 : 8;
     copies.wait();

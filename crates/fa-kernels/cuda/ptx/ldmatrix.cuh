@@ -42,6 +42,10 @@ __device__ __forceinline__ float load_shared_f32(u32 address) {
     return __int_as_float(load_shared_u32(address));
 }
 
+__device__ __forceinline__ void store_shared_u16(u32 address, u16 value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -90,8 +90,9 @@ struct Traits {
         kRowsAhead = kScoreProgram && Mods::kAdditive && ahead_form() == AheadForm::None
     };
 
-    // What a consumer's warp copies of an array that its program reads ahead.
-    using Copies = AheadOfRows<ScorePlace<false, C.pack_gqa>, C.tile_n / 2>;
+    // What a consumer's warp copies of an array that its program reads ahead: by whole lines, which take more
+    // instructions, where it is read behind the wait for S.
+    using Copies = AheadOfRows<ScorePlace<false, C.pack_gqa>, C.tile_n / 2, !kReadsCopiesAhead>;
 
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;

@@ -127,12 +127,7 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients,
-            scores: Scores {
-                batch: problem.lengths.sequences(),
-                heads: problem.heads_q,
-                queries: problem.lengths.max_q(),
-                keys: problem.lengths.max_k(),
-            },
+            scores: Scores::of(problem),
             ds_box: spec.stored_gradient().map(|own| (own.panel, traits.tile.0)),
         })
     }

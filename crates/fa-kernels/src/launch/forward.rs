@@ -98,7 +98,7 @@ impl Launches {
             descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients: Vec::new(),
-            scores: Scores::default(),
+            scores: Scores::of(problem),
             ds_box: None,
         })
     }

@@ -252,7 +252,7 @@ impl Launches {
             Ragged::of(tensor, &at.tensors[map.tensor].strides, map.group).check(tensor.name)?;
         }
         at.extras.check(&self.extras)?;
-        check_program(self.program, at.extras.program.as_ref(), &self.gradients)?;
+        check_program(self.program, at.extras.program.as_ref(), &self.gradients, self.scores.keys)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });

@@ -1,6 +1,7 @@
 //! What a call gives a program of the caller's: arrays and scalars, by address.
 
-use fa_core::program::{Axis, Interned};
+use fa_core::Problem;
+use fa_core::program::{ALIGNED_BYTES, ArrayDecl, Axis, Interned};
 
 use crate::Error;
 use crate::jit::array_gradients::ArrayGradient;
@@ -60,6 +61,15 @@ pub(crate) struct Scores {
 }
 
 impl Scores {
+    pub(crate) fn of(problem: &Problem) -> Scores {
+        Scores {
+            batch: problem.lengths.sequences(),
+            heads: problem.heads_q,
+            queries: problem.lengths.max_q(),
+            keys: problem.lengths.max_k(),
+        }
+    }
+
     /// Elements from one row of a room to the next.
     pub(crate) fn pitch(self) -> usize {
         self.keys.next_multiple_of(TMA_BYTES as usize / 2)
@@ -132,6 +142,30 @@ impl RawProgram {
         RawProgram { room: TMA_BYTES, ..*self }.stores(gradient, scores) == Some(Stored::Room)
     }
 
+    /// The problem of a call with these arrays: where the rows of the one whose tiles kernels copy are
+    /// aligned, that of the program in which they are.
+    pub fn with_aligned_rows(&self, mut problem: Problem) -> Problem {
+        if let Some(program) = problem.score.program
+            && let Some((slot, aligned)) = program.with_aligned_rows()
+            && self.rows_are_aligned(slot, &program.arrays()[slot], problem.lengths.max_k())
+        {
+            problem.score.program = Some(aligned);
+        }
+        problem
+    }
+
+    /// Whether the rows of an array are as [`ArrayDecl::aligned`] says, in a call of so many keys.
+    fn rows_are_aligned(&self, slot: usize, decl: &ArrayDecl, keys: usize) -> bool {
+        let RawArray { address, strides, extents } = self.arrays[slot];
+        let bytes = decl.element.bytes() as i64;
+        let last = decl.rank - 1;
+        let mut others = strides.into_iter().zip(extents).take(last);
+        address.is_multiple_of(ALIGNED_BYTES)
+            && strides[last] == 1
+            && extents[last] as usize >= keys
+            && others.all(|(stride, extent)| extent <= 1 || stride * bytes % ALIGNED_BYTES as i64 == 0)
+    }
+
     /// Their parameters, with the offset of the mask that the program joins.
     pub(crate) fn params(&self, offset: i32) -> ProgramParams {
         ProgramParams { arrays: self.placed(), scalars: self.scalars, offset }
@@ -153,11 +187,13 @@ impl RawProgram {
 /// Checks that a call brings what its problem's program reads.
 ///
 /// # Errors
-/// [`Error::MissingExtra`], [`Error::UnusedExtra`], [`Error::Address`] and [`Error::ProgramArray`].
+/// [`Error::MissingExtra`], [`Error::UnusedExtra`], [`Error::Address`], [`Error::ProgramArray`] and
+/// [`Error::Unaligned`].
 pub(crate) fn check_program(
     program: Option<Interned>,
     given: Option<&RawProgram>,
     gradients: &[ArrayGradient],
+    keys: usize,
 ) -> Result<(), Error> {
     let Some(program) = program else {
         return given.map_or(Ok(()), |_| Err(Error::UnusedExtra { name: "program" }));
@@ -166,10 +202,13 @@ pub(crate) fn check_program(
     let Some(given) = given else {
         return if inputs == 0 { Ok(()) } else { Err(Error::MissingExtra { name: "program", need: inputs }) };
     };
-    for (decl, array) in program.arrays().iter().zip(&given.arrays) {
+    for (slot, (decl, array)) in program.arrays().iter().zip(&given.arrays).enumerate() {
         check_address("program", array.address, decl.element.bytes() as u64)?;
         if let Some(axis) = array.extents[..decl.rank].iter().position(|&extent| extent < 1) {
             return Err(Error::ProgramArray { name: decl.name.clone(), axis });
+        }
+        if decl.aligned && !given.rows_are_aligned(slot, decl, keys) {
+            return Err(Error::Unaligned { name: decl.name.clone() });
         }
     }
     for (slot, &address) in given.gradients.iter().enumerate().filter(|(_, address)| **address != 0) {

@@ -142,6 +142,53 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     assert_eq!(launches.maps(&at).len(), 4);
 }
 
+/// A bias is declared aligned where its rows are, and one that is declared so and is not is refused.
+#[test]
+fn aligned_rows_are_found_and_others_refused() {
+    use fa_core::program::Program;
+    use fa_kernels::Error;
+    use fa_kernels::launch::{RawArray, RawProgram};
+    let of = |text: &str| Program::parse(text).unwrap().intern().unwrap();
+    let text = "array bias: bf16[_, _, _] grad; score = s + bias[h, q, k];";
+    let aligned = of(&text.replace("grad;", "grad aligned;"));
+    let mut problem = problem();
+    let (queries, keys) = (problem.lengths.max_q() as i64, problem.lengths.max_k());
+    problem.score.program = Some(of(text));
+    let declared = problem.with_score(problem.score.with_program(Some(aligned)));
+    let mut spec = backward_spec(false);
+    spec.score.program = Some(aligned);
+    let launches = launches_of(&spec, &declared, Arch::Sm90, SMS).unwrap();
+    let pitch = keys.next_multiple_of(8) as i64;
+    for (is_aligned, address, strides, extent) in [
+        (true, 1 << 50, [queries * pitch, pitch, 1], keys),
+        (true, 1 << 50, [8, 0, 1], keys + 1),
+        (false, (1 << 50) + 8, [queries * pitch, pitch, 1], keys),
+        (false, 1 << 50, [queries * (pitch + 2), pitch + 2, 1], keys),
+        (false, 1 << 50, [4, pitch, 1], keys),
+        (false, 1 << 50, [queries * pitch, pitch, 2], keys),
+        (false, 1 << 50, [queries * pitch, pitch, 1], keys - 1),
+    ] {
+        let [head, query, key] = strides;
+        let mut given = RawProgram::default();
+        given.arrays[0] = RawArray {
+            address,
+            strides: [head, query, key, 0],
+            extents: [problem.heads_q as i32, queries as i32, extent as i32, 1],
+        };
+        let found = given.with_aligned_rows(problem);
+        assert_eq!(found.score.program, if is_aligned { Some(aligned) } else { problem.score.program });
+        let tensors = tensors(&launches);
+        let at = Addresses {
+            tensors: &tensors,
+            lse: Some(1 << 41),
+            workspace: Some(1 << 40),
+            extras: RawExtras { program: Some(given), ..RawExtras::default() },
+        };
+        let refused = matches!(launches.check(&at), Err(Error::Unaligned { name }) if name == "bias");
+        assert_eq!(refused, !is_aligned, "{strides:?}, {extent}");
+    }
+}
+
 /// Of each form of a bias what computes its gradient, and whether something is cleared for it.
 #[test]
 fn the_gradient_of_a_bias_is_stored_summed_or_recomputed() {
