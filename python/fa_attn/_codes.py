@@ -17,6 +17,7 @@ from ._checks import array, check_out, one_of
 from ._core import InputError, UnsupportedError
 from ._faces import face_of
 from ._options import DESCALES
+from ._turned_rows import TURNED, check_turned
 from ._types import A, Array
 
 # Codes by the names of vLLM's `kv_cache_dtype`.
@@ -30,6 +31,7 @@ _ASKED = {
     "fp8_e5m2": "e5m2",
     "float8_e5m2": "e5m2",
     "int4": "int4",
+    TURNED: TURNED,
 }
 # Types without codes, which say what the arrays do.
 _NUMBERS = ("float16", "bfloat16", "float32")
@@ -72,9 +74,9 @@ def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
 
 
 def by_factor(face, out, given, factor):
-    """The result times the descale of v that `coded` returns; `given`: the array of the caller's that the
-    result is written to."""
-    scaled = face.codes.scaled(out, *factor)
+    """The result times the descale of v that `coded` returns, or turned back; `given`: the array of the
+    caller's that the result is written to."""
+    scaled = face.codes.turned(out, back=True) if factor == TURNED else face.codes.scaled(out, *factor)
     return scaled if given is None else face.stored(scaled, given)
 
 
@@ -107,11 +109,6 @@ def asked_codes(cache_dtype, k):
         return None
     # A type's name, too.
     name = str(cache_dtype).rpartition(".")[2]
-    if name == "int4_per_token_head":
-        raise UnsupportedError(
-            "kv_cache_dtype = 'int4_per_token_head': vLLM's codes of turned rows have zero points, within "
-            "their scales; codes of quantize_kv(x, 'int4', 'token_head'), which have none, are 'int4'"
-        )
     if name not in _ASKED:
         if name in _NUMBERS and name == _type_of(k):
             return None
@@ -172,7 +169,10 @@ def coded(
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
         if not (tensors and any(name in tensors for name in DESCALES)):
             return q, k, v, tensors, numbers, None
-    asked = asked_codes(asked, k)
+    asked, factor = asked_codes(asked, k), None
+    if asked == TURNED:
+        q, k, v, tensors = _with_turned_queries(q, k, v, tensors, names, appends)
+        asked, factor = "int8", TURNED
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
     if codes is not None and (held == "float8_e5m2" or (held == "uint8" and asked == "e5m2")):
@@ -204,11 +204,11 @@ def coded(
         raise InputError(f"{names[0]} has the shape {tuple(k.shape)}: it must have 3 or 4 axes")
     numbers = numbers._replace(kv_dtype=codes)
     if not is_fp8 and has_descales:
-        q, k, v, tensors, numbers, factor = _by_descales(
+        q, k, v, tensors, numbers, of_v = _by_descales(
             face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends
         )
         if codes is None:
-            return q, k, v, tensors, numbers, factor
+            return q, k, v, tensors, numbers, of_v
     descales = {}
     for name in DESCALES:
         if name in tensors:
@@ -218,7 +218,36 @@ def coded(
         q = face.cut_off(q, k, v, out)
     if is_fp8:
         q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
-    return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers, None
+    return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers, factor
+
+
+def _with_turned_queries(q, k, v, tensors, names, appends):
+    """(q, k, v, tensors) of a call on rows of vLLM's `int4_per_token_head`: q turned, k and v as int8."""
+    if appends:
+        raise UnsupportedError(
+            f"kv_cache_dtype = {TURNED!r}: rows that join such a cache are written by vLLM, leave k and v out"
+        )
+    if holds_codes(array("q", q)):
+        raise UnsupportedError(f"q holds {_type_of(q)}: beside {TURNED} it is of 16 bits, or float32")
+    tensors, made = dict(tensors), []
+    for name, x, of in zip(names, (k, v), ("k_descale", "v_descale")):
+        if _type_of(array(name, x)) != "uint8":
+            raise InputError(f"{name} holds {_type_of(x)}: codes of {TURNED} are uint8, two to a byte")
+        scales = tensors.get(of)
+        if scales is None:
+            raise InputError(f"{of}: the scales of {TURNED}, one for each row of each head, are missing")
+        if not _are_equal(tuple(array(of, scales).shape), tuple(x.shape[:-1])):
+            rows = tuple(x.shape[:-1])
+            raise InputError(f"{of} has the shape {tuple(scales.shape)}: scales of {TURNED} have {rows}")
+        if _type_of(scales) != "float32":
+            raise InputError(f"{of} holds {_type_of(scales)}: scales of {TURNED} are float32")
+        check_turned(name, 2 * x.shape[-1])
+        numbers, descale = face_of(x).codes.without_zero_points(x, scales)
+        made.append(numbers)
+        tensors[of] = descale
+    if q.shape[-1] != made[0].shape[-1]:
+        raise InputError(f"{names[0]} has rows of {made[0].shape[-1]} columns and q of {q.shape[-1]}")
+    return face_of(q).codes.turned(q, back=False), *made, tensors
 
 
 def joining(q, k, v, descales, numbers):

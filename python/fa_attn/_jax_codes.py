@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
+from ._turned_rows import NEGATED, factor_of, hadamard
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = jnp.float16
@@ -70,3 +72,23 @@ def scaled(x, descale, starts, group):
 
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, jnp.ones(1))[0]
+
+
+def without_zero_points(codes, scales):
+    """int8 and descales of rows of vLLM's int4_per_token_head, beside queries that `turned` turns."""
+    codes, bits = jnp.asarray(codes), jnp.asarray(scales).view(jnp.int32)
+    numbers = jnp.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:-1], -1).astype(jnp.int8)
+    descales = (bits & -16).view(jnp.float32) * factor_of(2 * codes.shape[-1])
+    return numbers - (bits & 15).astype(jnp.int8)[..., None], descales
+
+
+_NEGATED = np.array(NEGATED, np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
+_SIGNS = 1 - 2 * _NEGATED.reshape(-1).astype(np.float32)
+
+
+def turned(x, back):
+    """Rows as vLLM turns them for int4_per_token_head, with their length; `back`: turned back."""
+    values = jnp.asarray(x, jnp.float32)
+    signs = jnp.asarray(_SIGNS[: x.shape[-1]]).reshape((1,) * (x.ndim - 1) + (-1,))
+    values = hadamard(values, jnp.stack) * signs if back else hadamard(values * signs, jnp.stack)
+    return values.astype(x.dtype)

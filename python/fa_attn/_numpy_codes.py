@@ -7,6 +7,7 @@ import numpy as np
 from . import _core
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
+from ._turned_rows import NEGATED, factor_of, hadamard
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = np.float32
@@ -85,3 +86,22 @@ def scaled(x, descale, starts, group):
 
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, np.ones(1, np.float32))[0]
+
+
+def without_zero_points(codes, scales):
+    """int8 and descales of rows of vLLM's int4_per_token_head, beside queries that `turned` turns."""
+    codes, bits = np.asarray(codes), np.ascontiguousarray(scales).view(np.int32)
+    numbers = np.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:-1], -1).astype(np.int8)
+    descales = (bits & -16).view(np.float32) * factor_of(2 * codes.shape[-1])
+    return numbers - (bits & 15).astype(np.int8)[..., None], descales
+
+
+_NEGATED = np.array(NEGATED, np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
+_SIGNS = 1 - 2 * _NEGATED.reshape(-1).astype(np.float32)
+
+
+def turned(x, back):
+    """Rows as vLLM turns them for int4_per_token_head, with their length; `back`: turned back."""
+    values, signs = _floats("x", x), _SIGNS[: x.shape[-1]]
+    values = hadamard(values, np.stack) * signs if back else hadamard(values * signs, np.stack)
+    return values.astype(x.dtype)

@@ -7,6 +7,7 @@ import torch
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
 from ._torch_memory import FLOAT, PLAIN, check_tensor, is_compiling, is_recorded, is_transforming
+from ._turned_rows import NEGATED, factor_of, hadamard
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = torch.float16
@@ -80,3 +81,28 @@ def scaled(x, descale, starts, group):
 
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, torch.ones(1, device=x.device))[0]
+
+
+def without_zero_points(codes, scales):
+    """int8 and descales of rows of vLLM's int4_per_token_head, beside queries that `turned` turns."""
+    check_tensor("codes", codes)
+    check_tensor("scales", scales)
+    bits = scales.detach().view(torch.int32)
+    numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8)
+    descales = (bits & -16).view(FLOAT) * factor_of(2 * codes.shape[-1])
+    return numbers - (bits & 15).to(torch.int8)[..., None], descales
+
+
+def turned(x, back):
+    """Rows as vLLM turns them for int4_per_token_head, with their length; `back`: turned back."""
+    values, signs = x.to(FLOAT), _signs(x.shape[-1], x.device)
+    values = hadamard(values, torch.stack) * signs if back else hadamard(values * signs, torch.stack)
+    return values.to(x.dtype)
+
+
+def _signs(columns, device):
+    """-1 for negated columns, else 1: made on the device, since captures refuse copies from the host."""
+    words = NEGATED[: -(-columns // 32)]
+    words = [torch.full((32,), word, dtype=torch.int64, device=device) for word in words]
+    bits = torch.cat(words)[:columns] >> torch.arange(columns, device=device) % 32 & 1
+    return 1.0 - 2.0 * bits.to(FLOAT)

@@ -33,8 +33,9 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   with any strides, or one for each row of each head, in the shape of k without its last axis. None for 1; of
   k and v without codes (1,), (heads_kv,) or (batch, heads_kv), factors like any. `kv_cache_dtype`: 'fp8_e4m3'
   where k and v are uint8 with the bits of e4m3, 'fp8_e5m2' of e5m2, 'int4' where they are uint8 of half as
-  many columns with two codes to a byte, the first in the lower half. Gradients raise an error where they are
-  asked for. `quantize_kv` makes both.
+  many columns with two codes to a byte, the first in the lower half; 'int4_per_token_head' where vLLM wrote
+  them and the scales of rows, which are the descales: they are unpacked to int8 by each call, the whole of a
+  cache in pages. Gradients raise an error where they are asked for. `quantize_kv` makes all but the last.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
   or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32. On a GPU, of
   compute capability 9.0; torch's tensors on any, where what a kernel of 8 bits does not compute (programs,

@@ -311,11 +311,6 @@ def test_refusals_say_what_works(library):
             "give kv_cache_dtype='fp8_e4m3'",
         ),
         (
-            fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4_per_token_head"),
-            "have zero points, within their scales",
-        ),
-        (
             fa_attn.InputError,
             lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="int4"),
             "k has a head dim of 32 and q of 16",
