@@ -39,9 +39,24 @@ fn stored_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
     f64::from(k.key_columns(spec)) * spec.types.kv.bytes_per_number()
 }
 
-/// Codes that the producer's warps load and convert in a clock, of which each step waits for as many as a
-/// tile has: 183 and 355 us for 62 and 124 steps of latents (NB-215).
+/// Codes of latents that the producer's warps load and convert in a clock, of which each step waits for as
+/// many as a tile has: 183 and 355 us for 62 and 124 steps (NB-215).
 const CODES_PER_CLOCK: f64 = 7.6;
+
+/// The same of K and V apart, which half of the warps each convert: clocks of a tile, and codes in a further
+/// clock. Tiles of 32 and 64 keys of 512 columns take 4,130 and 4,900 (NB-219).
+const APART_TILE_CLOCKS: f64 = 3_400.0;
+const APART_CODES_PER_CLOCK: f64 = 44.0;
+
+/// Clocks that a step's tile takes from free buffers to numbers in them; 0 without codes.
+fn conversion(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
+    let codes = f64::from(k.key_columns(spec) * k.tile_n);
+    match (spec.reads_codes(), k.latent) {
+        (false, _) => 0.0,
+        (true, true) => codes / CODES_PER_CLOCK,
+        (true, false) => APART_TILE_CLOCKS + codes / APART_CODES_PER_CLOCK,
+    }
+}
 
 /// Where each key is read once, loads are in flight whenever a buffer is free.
 fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> Memory {
@@ -119,10 +134,14 @@ fn model(
         in_clusters: false,
         memory: memory(spec, k, rows, limits),
     };
-    let codes = f64::from(k.key_columns(spec)) * tile_n;
-    let conversion = if spec.reads_codes() { codes / CODES_PER_CLOCK } else { 0.0 };
+    let conversion = conversion(spec, k);
     let step = hidden + exposed;
-    // With a single tile nothing hides the conversion of the next.
-    let step = if k.kv_stages == 1 { step + conversion } else { step.max(conversion) };
+    let step = match (k.kv_stages, spec.reads_codes() && !k.latent && !k.overlap) {
+        // K is converted under P V, and V under S.
+        (1, true) => step / 2.0 + conversion,
+        // With a single tile nothing hides the conversion of the next.
+        (1, false) => step + conversion,
+        _ => step.max(conversion),
+    };
     (model, step.max(copies))
 }
