@@ -92,13 +92,9 @@ def test_a_change_of_a_tensor_is_seen(device, dtype):
                 fa_attn.flash_attn_func(q, changed, v)
     rows = storage[:, :20, :, :20]
     close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
-    # Kernels of a GPU read 16 bytes at once.
+    # Kernels of a GPU read 16 bytes at once: such rows are copied.
     rows = storage[:, :20, :, 1:65]
-    if device == "cuda":
-        with pytest.raises(fa_attn.InputError, match="a multiple of 16 bytes"):
-            fa_attn.flash_attn_func(rows, rows, rows)
-    else:
-        close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
+    close(fa_attn.flash_attn_func(rows, rows, rows), definition(rows, rows, rows), q.dtype)
 
 
 @on
