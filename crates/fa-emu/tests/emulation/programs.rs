@@ -178,7 +178,7 @@ fn biases_are_right_however_they_lie() {
     let aligned = kernels.iter().map(|kernel| (kernel, " aligned", &ARRAYS[..2]));
     for (kernel, how, arrays) in any.chain(aligned) {
         let program = format!("array bias: bf16[_, _, _]{how}; score = s + bias[h, q, k];");
-        let spec = spec(*kernel, "full", &program);
+        let spec = spec(kernel, "full", &program);
         let unit = emulator().unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
         let mut problem = sweep::cases(&spec)[0].problem;
         problem.lengths = Lengths::uniform(1, 90, 144);
