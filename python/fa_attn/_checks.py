@@ -123,14 +123,13 @@ def number(name, value):
 def wants_gradient(array):
     """Whether an array asks for a gradient. That an element of vmap does, torch tells of the whole alone."""
     wants = getattr(array, "requires_grad", False)
-    if wants or not hasattr(array, "requires_grad"):
+    torch = sys.modules.get("torch")
+    if wants or torch is None or not isinstance(array, torch.Tensor):
         return wants
-    import torch
-
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     parts = torch._C._functorch
-    while not wants and isinstance(array, torch.Tensor) and parts.is_functorch_wrapped_tensor(array):
+    while not wants and parts.is_functorch_wrapped_tensor(array):
         array = parts.get_unwrapped(array)
         wants = array.requires_grad
     return wants
