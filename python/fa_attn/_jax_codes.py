@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
-from ._turned_rows import NEGATED, factor_of, hadamard
+from ._numpy_codes import SIGNS
+from ._turned_rows import factor_of, hadamard
 
 # A type that holds the value of every code, and that kernels append rows of.
 WIDE = jnp.float16
@@ -82,13 +82,9 @@ def without_zero_points(codes, scales):
     return numbers - (bits & 15).astype(jnp.int8)[..., None], descales
 
 
-_NEGATED = np.array(NEGATED, np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
-_SIGNS = 1 - 2 * _NEGATED.reshape(-1).astype(np.float32)
-
-
 def turned(x, back):
     """Rows as vLLM turns them for int4_per_token_head, with their length; `back`: turned back."""
     values = jnp.asarray(x, jnp.float32)
-    signs = jnp.asarray(_SIGNS[: x.shape[-1]]).reshape((1,) * (x.ndim - 1) + (-1,))
+    signs = jnp.asarray(SIGNS[: x.shape[-1]]).reshape((1,) * (x.ndim - 1) + (-1,))
     values = hadamard(values, jnp.stack) * signs if back else hadamard(values * signs, jnp.stack)
     return values.astype(x.dtype)

@@ -97,11 +97,12 @@ def without_zero_points(codes, scales):
 
 
 _NEGATED = np.array(NEGATED, np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
-_SIGNS = 1 - 2 * _NEGATED.reshape(-1).astype(np.float32)
+# -1 for negated columns, else 1.
+SIGNS = 1 - 2 * _NEGATED.reshape(-1).astype(np.float32)
 
 
 def turned(x, back):
     """Rows as vLLM turns them for int4_per_token_head, with their length; `back`: turned back."""
-    values, signs = _floats("x", x), _SIGNS[: x.shape[-1]]
+    values, signs = _floats("x", x), SIGNS[: x.shape[-1]]
     values = hadamard(values, np.stack) * signs if back else hadamard(values * signs, np.stack)
     return values.astype(x.dtype)

@@ -169,6 +169,14 @@ def is_by_operator(*gradients):
     return is_recorded() or is_transforming() or any(x is not None and is_batch(x) for x in gradients)
 
 
+def wanted_gradients(ctx, q, k, v, extras):
+    """Where the gradients of a function's first inputs q, k and v go."""
+    if are_paged(extras) and not any(ctx.needs_input_grad[1:3]):
+        # A cache that is only read has none, whatever its size.
+        return torch.zeros_like(q), None, None
+    return new_gradients(q, k, v, extras)
+
+
 def save(ctx, extras, *tensors):
     """Saves what the backward reads; the extra tensors too, so that autograd notices if one is written in
     between."""
@@ -215,11 +223,7 @@ class Attention(torch.autograd.Function):
         if is_by_operator(dout, dlse):
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
             return (*grads, dsinks, *(None,) * 3)
-        if are_paged(extras) and not any(ctx.needs_input_grad[1:3]):
-            # A cache that is only read has none, whatever its size.
-            grads = (torch.zeros_like(q), None, None)
-        else:
-            grads = new_gradients(q, k, v, extras)
+        grads = wanted_gradients(ctx, q, k, v, extras)
         dsinks = run_backward(dout, q, k, v, out, lse, grads, ctx.options, extras, dlse)
         return (*grads, dsinks, *(None,) * 3)
 

@@ -36,7 +36,16 @@ from ._torch_memory import (
     rows_of,
 )
 from ._torch_operators import one_by_one, refused_twice, within_func
-from ._torch_passes import has_kernels, is_by_operator, once_only, run_backward, run_forward, save, saved_of
+from ._torch_passes import (
+    has_kernels,
+    is_by_operator,
+    once_only,
+    run_backward,
+    run_forward,
+    save,
+    saved_of,
+    wanted_gradients,
+)
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 from ._torch_sharded_programs import over_ranks
 from ._torch_wide import is_wide
@@ -143,7 +152,7 @@ class ProgramAttention(torch.autograd.Function):
             programs = _given(ctx.call, q, k, arrays, extras)
             made = _rooms(programs[1], wants, programs[0], q, v, options)
             own = [(name, x) for (name, _), x in zip(programs[1], made) if x is not None]
-            dq, dk, dv = grads = new_gradients(q, k, v, extras)
+            dq, dk, dv = grads = wanted_gradients(ctx, q, k, v, extras)
             tensors = (dout, q, k, v, out, lse, grads)
             dsinks = run_backward(*tensors, options, extras, dlse, programs=programs, gradients=own)
         darrays = [x.to(array.dtype) if wanted else None for x, array, wanted in zip(made, arrays, wants)]

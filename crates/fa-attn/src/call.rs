@@ -3,18 +3,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fa_core::program::DirectGradients;
 use fa_core::{Dtype, Family, KernelSpec, Pass, Problem, counted};
 use fa_cpu::tiled::{self, BackwardInputs};
 use serde::Serialize;
 
 use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
+use crate::direct;
 use crate::element::Element;
 use crate::error::Error;
 #[cfg(feature = "reference")]
 use crate::reference;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
-use fa_core::program::DirectGradients;
 
 /// One pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
 #[derive(Debug)]
@@ -189,7 +190,7 @@ impl Call {
         }
         match (&self.implementation, tensors) {
             (Implementation::Gpu(gpu, bound, Some(direct)), Tensors::Backward(tensors)) => {
-                crate::direct::run(direct, tensors, |tensors| T::run(gpu, bound, tensors, launches))
+                direct::run(direct, tensors, |tensors| T::run(gpu, bound, tensors, launches))
             }
             (Implementation::Gpu(gpu, bound, _), tensors) => {
                 T::run(gpu, bound, left(tensors, is_built_in), launches)

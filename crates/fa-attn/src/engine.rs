@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
+use fa_core::program::DirectGradients;
 use fa_core::{Append, Dtype, Lengths, Mask, Pass, Problem, Types};
 use fa_cpu::check::{check_backward, check_shape, k_shape, q_shape, v_shape};
 use fa_cpu::simd::Isa;
@@ -17,7 +18,6 @@ use crate::error::Error;
 use crate::host;
 use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor};
 use crate::tuning::{Tuning, TuningOutcome};
-use fa_core::program::DirectGradients;
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
