@@ -41,45 +41,6 @@ def replaced(texts):
     return set() if found is None else {load["array"] for load in found[0]["loads"]}
 
 
-@lru_cache(maxsize=4096)
-def _plain_axes(texts):
-    """By the names of the arrays whose elements the score follows: for each axis the variable that is its
-    index in all loads, or None."""
-    found = described(joined(texts))
-    nodes, axes = found["nodes"], {}
-    followed = {nodes[load][1][0] for load, _ in found["gradients"]}
-    for operation, operands in nodes:
-        if operation == "load" and operands[0] in followed:
-            name, *indices = operands
-            own = [nodes[at][1][0] if nodes[at][0] == "variable" else None for at in indices]
-            axes[name] = [x if x == y else None for x, y in zip(axes.get(name, own), own)]
-    return axes
-
-
-def fitted(q, k, extras, programs, gradients):
-    """(programs, gradients, rest) of which kernels write the gradients: arrays end where their indices do,
-    and those that no score follows are left out, with zeros. `rest`: (where, from) of what is to be
-    copied."""
-    texts, arrays, scalars = programs
-    axes, arrays = _plain_axes(tuple(texts)), dict(arrays)
-    lengths = dict(zip(_AXES, extents_of(q, k, extras)), hk=k.shape[-2])
-    kept, rest = [], []
-    for name, room in gradients:
-        part = room
-        for axis, variable in enumerate(axes.get(name, ())):
-            length = max(lengths.get(variable, part.shape[axis]), 1)
-            if length < part.shape[axis]:
-                arrays[name], part = arrays[name].narrow(axis, 0, length), part.narrow(axis, 0, length)
-        if part is not room or name not in axes:
-            room.zero_()
-        if part is not room:
-            room = torch.empty(part.shape, dtype=room.dtype, device=room.device)
-            rest.append((part, room))
-        if name in axes:
-            kept.append((name, room))
-    return (texts, list(arrays.items()), scalars), kept, rest
-
-
 class DirectGradients:
     """A call's programs with gathered arrays (`programs`), and rooms for the gradients that the backward
     writes (`gradients`)."""
@@ -106,12 +67,16 @@ class DirectGradients:
             self.loads.append((load, gather, room, wanted.get(load["array"])))
         self.programs = ([made["text"]], kept, scalars)
         replaced = {load["array"] for load in made["loads"]}
-        own = [one for one in gradients if one[0] not in replaced]
+        own = [one for one in gradients if one[0] in left and one[0] not in replaced]
+        # What no program reads that is left has no gradient but of its loads.
+        self.unread = [room for name, room in gradients if name not in left and name not in replaced]
         self.gradients = own + [(load["name"], room) for load, _, room, _ in self.loads]
 
     def add_up(self):
         """Writes the gradients of the arrays that were replaced."""
         for room in {id(room): room for *_, room in self.loads if room is not None}.values():
+            room.zero_()
+        for room in self.unread:
             room.zero_()
         for _, gather, made, room in self.loads:
             if room is not None:

@@ -8,7 +8,7 @@ import torch
 
 from . import _core
 from ._options import NO_EXTRAS, Extras, call_options, is_varied
-from ._torch_direct import DirectGradients, fitted
+from ._torch_direct import DirectGradients
 from ._torch_memory import (
     FLOAT,
     aligned,
@@ -90,16 +90,13 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None, pro
     if is_wide(q, v, options):
         arrays = (dout, q, k, v, out, lse, grads)
         return wide_gradients(*arrays, options, extras, dlse, programs, gradients)
-    direct, rest = None, ()
+    direct = None
     if gradients and has_kernels(q):
         direct = DirectGradients.of(q, k, options, extras, programs, gradients)
         if direct is not None:
             programs, gradients = direct.programs, direct.gradients
-        programs, gradients, rest = fitted(q, k, extras, programs, gradients)
     arrays = (dout, q, k, v, out, lse, *grads, dsinks)
     _core.backward(*arrays, options, extras, stream_of(q), allocate, dlse, programs, gradients)
-    for part, made in rest:
-        part.copy_(made)
     if direct is not None:
         direct.add_up()
     return dsinks

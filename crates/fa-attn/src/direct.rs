@@ -97,7 +97,8 @@ mod tests {
 
     /// The same by the CPU, which sums gradients of any indices, for both programs.
     fn check(lengths: Lengths, extras: &Extras<'_>) {
-        let text = "array c: i32[_]; array g: f32[_] grad; array t: f32[_, _] grad; scalar x: f32; \
+        let text = "array c: i32[_]; array g: f32[_] grad; array t: f32[_, _] grad; \
+                    array unread: f32[_, _] grad; scalar x: f32; \
                     mask = k <= q + 3; score = s * g[h] + t[h, q - k + off + b] - x * t[c[k], 2];";
         let program = Program::parse(text).expect("parsed").intern().expect("room");
         let problem = Problem::square(1, 1, 4, 16, Mask::FULL, Dtype::F32)
@@ -117,6 +118,7 @@ mod tests {
             ArrayView::contiguous(ArrayData::I32(&index), &[9]),
             ArrayView::contiguous(ArrayData::F32(&gain), &[4]),
             ArrayView::contiguous(ArrayData::F32(&table), &[4, 12]),
+            ArrayView::contiguous(ArrayData::F32(&table), &[6, 8]),
         ];
         let inputs =
             Inputs::new(&program, arrays, vec![fa_core::program::Value::F32(0.25)]).expect("they fit");
@@ -141,8 +143,9 @@ mod tests {
         let same = |a: f32, b: f32| (a - b).abs() <= 1e-4 * (1.0 + b.abs()) || (a.is_nan() && b.is_nan());
         let close = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same(a, b));
         assert!(close(&dq, &want_dq));
-        assert_eq!(found.len(), 3);
+        assert_eq!(found.len(), 4);
         assert!(found[0].is_empty() && found[1].len() == 4 && found[2].len() == 48);
+        assert_eq!(found[3], [0.0; 48]);
         assert!(found.iter().flatten().all(|sum| sum.is_finite()));
         assert!(found.iter().zip(&want).all(|(a, b)| close(a, b)), "{found:?} {want:?}");
     }

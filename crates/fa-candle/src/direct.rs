@@ -74,10 +74,11 @@ mod tests {
         let (q, k, v) = (drawn(&[2, 9, 4, 16])?, drawn(&[2, 9, 2, 16])?, drawn(&[2, 9, 2, 16])?);
         let table = Var::from_tensor(&drawn(&[4, 12])?)?;
         let (gain, fixed) = (Var::from_tensor(&drawn(&[4])?)?, drawn(&[30])?);
+        let unread = Var::from_tensor(&drawn(&[5])?)?;
         let which = Tensor::new(&[0u32, 3, 1, 2, 0, 1, 2, 3, 1], &device)?;
         let program = Program::new(
             "array c: i32[_]; array f: f32[_] grad; array g: f32[_] grad; array t: f32[_, _] grad; \
-             scalar x: f32; mask = k <= q; \
+             array unread: f32[_] grad; scalar x: f32; mask = k <= q; \
              score = s * g[h] + t[h, q - k + 1] - x * t[c[k], 2] + f[q + k];",
         )?;
         let program = program
@@ -85,6 +86,7 @@ mod tests {
             .with_array("f", &fixed)
             .with_array("g", &gain)
             .with_array("t", &table)
+            .with_array("unread", &unread)
             .with_scalar("x", 0.25);
         let options = Options::full(0.25).with_program(Some(&program));
         let posed = Posed::new(&q, &k, &v, &options)?;
@@ -96,7 +98,8 @@ mod tests {
             assert_ne!(other.problem, posed.problem);
             by_cpu(other)
         })?;
-        assert_eq!((found.arrays.len(), want.arrays.len()), (2, 2));
+        assert_eq!((found.arrays.len(), want.arrays.len()), (3, 3));
+        assert_eq!(found.arrays[2].to_vec1::<f32>()?, [0.0; 5]);
         let pairs = found.arrays.iter().zip(&want.arrays).chain(found.inputs.iter().zip(&want.inputs));
         for (found, want) in pairs {
             assert_eq!(found.dims(), want.dims());

@@ -80,6 +80,9 @@ impl Unit {
         let blocks_per_sm = self.spec.traits().blocks_per_sm;
         let maps: Vec<EmulatedMap> =
             launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.q)).collect();
+        for unread in launches.unread(&addresses) {
+            memory.clear_gradient(&session, Some(unread));
+        }
         for step in launches.steps.iter().filter(|step| launches.takes(step, &addresses)) {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),

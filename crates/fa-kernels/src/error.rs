@@ -46,10 +46,10 @@ pub enum Error {
         /// The axis.
         axis: usize,
     },
-    /// The gradient of an array whose axis is neither of one element nor as long as what indexes it.
+    /// The gradient of an array whose axis is shorter than what indexes it, and not of one element.
     #[error(
-        "the gradient of the program's array {name}: its axis {axis} has {extent} elements; it takes {len}, \
-         or 1 that all share"
+        "the gradient of the program's array {name}: its axis {axis} has {extent} elements; it takes {len} \
+         or more, or 1 that all share"
     )]
     GradientExtent {
         /// The array.

@@ -91,8 +91,8 @@ impl DirectGradients {
         })
     }
 
-    /// The gradient of the own program's array at `slot` by those of what stands for its loads; `None` where
-    /// none does, or the array has no gradient.
+    /// The gradient of the own program's array at `slot` by those of what stands for its loads, of which
+    /// there may be none; `None` where a kernel sums it, or the array has no gradient.
     pub fn sums(
         &self,
         slot: usize,
@@ -102,7 +102,8 @@ impl DirectGradients {
     ) -> Option<Vec<f32>> {
         let decl = &self.own.arrays()[slot];
         let is_own = |load: &Direct| load.array(&self.own) == Some(slot);
-        if !decl.gradient || !self.loads.iter().any(is_own) {
+        let mut summed = self.made.arrays().iter().filter(|made| made.gradient);
+        if !decl.gradient || summed.any(|made| made.name == decl.name) {
             return None;
         }
         let extents = &inputs.arrays()[slot].extents[..decl.rank];

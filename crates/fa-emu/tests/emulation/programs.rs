@@ -280,6 +280,55 @@ fn gradients_of_biases_are_stored_or_summed() {
     }
 }
 
+/// The gradient of an array that goes on behind its indices is zero there, as is all of that of an array that
+/// no score follows, however the rest is computed.
+#[test]
+#[ignore = "emulation"]
+fn gradients_of_what_is_not_read_are_zeros() {
+    let bias =
+        "array bias: bf16[_, _, _, _] grad; array other: f16[_, _] grad; score = s + bias[b, h, q, k];";
+    let parts = "array t: f32[_, _] grad; array u: f16[_, _] grad; array v: f32[_] grad; \
+                 array other: f32[_, _, _] grad; mask = k <= q + 9 or other[b, h, k] > 9.0; \
+                 score = s * t[h, q] + u[b, k] + v[hk];";
+    for (kernel, mask, program, (queries, keys), batch, entry) in [
+        (BIASED[2], "full", bias, (90, 144), 3, "fa_kernel"),
+        (BIASED[2], "causal", bias, (150, 139), 3, "fa_kernel"),
+        (BIASED[2], "causal", bias, (90, 136), 1, "fa_array_sum"),
+        (BIASED[1], "full", bias, (90, 139), 1, "fa_array_sum"),
+        (BIASED[2], "causal", parts, (90, 139), 3, "fa_array_gradient_2"),
+        (KERNELS[7], "causal", parts, (70, 100), 4, "fa_array_gradient_1"),
+        (KERNELS[8], "full", bias, (70, 90), 3, "fa_array_gradient_0"),
+    ] {
+        let spec = spec(kernel, mask, program);
+        let arch = if spec.kernel.family() == Family::Sm90 { Arch::Sm90 } else { Arch::Sm80 };
+        let unit = emulator().unit(&spec, arch, &Headers::embedded()).unwrap();
+        let mut problem = sweep::cases(&spec)[0].problem.with_heads(4, 2);
+        problem.lengths = Lengths::uniform(2, queries, keys);
+        let Case { placement, extras, .. } = Case::of(&problem, Placement::PACKED);
+        // Arrays of this many sequences, of which one may be for all, and of more heads, queries and keys.
+        let mut longer = problem.with_heads(6, 3);
+        longer.lengths = Lengths::uniform(batch, queries + 75, keys.next_multiple_of(8) + 72);
+        let mut inputs = OwnedInputs::drawn(&longer, 1).unwrap();
+        let is_summed = entry == "fa_array_sum";
+        let own = &mut inputs.arrays[0];
+        if is_summed {
+            // Sums are of arrays with as many queries and keys as there are.
+            let (queries, keys) = (queries as i32, keys as i32);
+            own.extents = [1, 6, queries, keys];
+            own.strides = [0, i64::from(queries * keys), i64::from(keys), 1];
+        }
+        let trial = Trial::with_inputs(&problem, spec.kernel.pass(), placement, &extras, Some(inputs));
+        let proof = trial.run(&unit, &Options::seed(2)).unwrap();
+        let case = format!("{spec}, {program}, {queries} x {keys}");
+        assert!(proof.passed(), "{case}:\n{}", proof.faults().join("\n"));
+        let launches = &proof.outcome.launches;
+        assert!(launches.iter().any(|launch| launch.entry == entry), "{case}: {launches:?}");
+        let is_recomputed = launches.iter().any(|launch| launch.entry.starts_with("fa_array_gradient"));
+        assert_eq!(is_recomputed, entry.starts_with("fa_array_gradient"), "{case}: {launches:?}");
+        assert!(proof.values.iter().any(|(name, _)| *name == "darray"), "{case}");
+    }
+}
+
 #[test]
 #[ignore = "emulation"]
 fn programs_are_right_in_sm80_backwards() {

@@ -23,7 +23,8 @@ __device__ __forceinline__ void array_sum(const BwdParams& params) {
     auto extent = [&](int axis) { return axis < 0 ? 1 : array.extents[axis < 0 ? 0 : axis]; };
     const bool by_batch = extent(R.batch) > 1, by_head = extent(R.head) > 1, by_kv = extent(R.kv_head) > 1;
     const int own_heads = by_head ? shape.heads_q : by_kv ? shape.heads_kv : 1;
-    const int queries = extent(R.query), keys = extent(R.key), chunks = ceil_div(keys, 8);
+    // Of a longer array the first are read.
+    const int queries = shape.seqlen_q, keys = shape.seqlen_k, chunks = ceil_div(keys, 8);
 
     i64 index = i64(cta_index()) * kSumThreads + thread_index();
     const int key = static_cast<int>(index % chunks) * 8;
@@ -78,7 +79,8 @@ __device__ __forceinline__ void array_sum(const BwdParams& params) {
     const bool is_narrow = (stored.narrow >> R.slot & 1) != 0;
     if (is_narrow) {
         u16* const out = static_cast<u16*>(gradients.to[R.slot]) + to;
-        if (keys % 8 == 0 && reinterpret_cast<u64>(gradients.to[R.slot]) % 16 == 0) {
+        if (keys % 8 == 0 && extent(R.key) % 8 == 0 &&
+            reinterpret_cast<u64>(gradients.to[R.slot]) % 16 == 0) {
             Vec16 all;
 #pragma unroll
             for (int w = 0; w < 4; ++w) all.words[w] = pack<T>(sums[2 * w], sums[2 * w + 1]);

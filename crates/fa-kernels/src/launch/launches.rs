@@ -282,7 +282,9 @@ impl Launches {
             }
             Step::Launch(launch) => {
                 let Some(own) = self.gradient_of(launch) else { return true };
-                let is_wanted = at.extras.program.is_some_and(|given| given.gradients[own.slot] != 0);
+                let is_wanted = at.extras.program.is_some_and(|given| {
+                    given.gradients[own.slot] != 0 && given.reached(own).all(|(_, len)| len > 0)
+                });
                 is_wanted && self.stored(at).is_none_or(|(.., stored)| stored != own)
             }
         }
@@ -295,15 +297,15 @@ impl Launches {
     /// A launch of a call at `at`: those of arrays' gradients have as many CTAs as the call's arrays need.
     pub fn launch_at(&self, launch: &Launch, at: &Addresses) -> Launch {
         let Some(given) = at.extras.program else { return *launch };
-        let tiles = |own: &ArrayGradient, axis: Axis| {
+        let tiles = |(axis, len): (Axis, usize)| {
             let of_tile = if matches!(axis, Axis::Query | Axis::Key) { ARRAY_TILE } else { 1 };
-            given.extent(own, &[axis]).div_ceil(of_tile)
+            len.div_ceil(of_tile)
         };
         let grid = match (self.gradient_of(launch), self.stored(at)) {
-            (Some(own), _) => own.axes.iter().map(|&axis| tiles(own, axis)).product(),
+            (Some(own), _) => given.reached(own).map(tiles).product(),
             (None, Some((_, _, own))) if launch.entry == ARRAY_SUM => {
-                let rows = own.axes.iter().filter(|&&axis| axis != Axis::Key);
-                let rows: usize = rows.map(|&axis| given.extent(own, &[axis])).product();
+                let rows = given.reached(own).filter(|&(axis, _)| axis != Axis::Key);
+                let rows: usize = rows.map(|(_, len)| len).product();
                 let threads = rows.saturating_mul(self.scores.keys.div_ceil(8));
                 threads.div_ceil(ARRAY_SUM_THREADS as usize)
             }
@@ -329,8 +331,25 @@ impl Launches {
     /// Address and bytes of what [`Step::ClearGradient`] sets to zero.
     pub fn cleared(&self, at: &Addresses) -> Option<(u64, usize)> {
         let (given, stored, own) = self.stored(at)?;
-        let address = if stored == Stored::Room { given.room } else { given.gradients[own.slot] };
-        Some((address, self.scores.room_bytes()))
+        Some(match stored {
+            Stored::Room => (given.room, self.scores.room_bytes()),
+            Stored::Own => (given.gradients[own.slot], given.gradient_bytes(own.slot)),
+        })
+    }
+
+    /// Address and bytes of each gradient that a call at `at` sets to zero before all steps: of arrays of
+    /// which kernels read a part or nothing.
+    pub fn unread<'a>(&'a self, at: &Addresses) -> impl Iterator<Item = (u64, usize)> + 'a {
+        let given = at.extras.program.unwrap_or_default();
+        let is_whole = move |slot: usize| {
+            self.gradients.iter().find(|own| own.slot == slot).is_some_and(|own| {
+                let mut lengths = given.reached(own).zip(given.arrays[slot].extents);
+                lengths.all(|((_, len), extent)| len == extent as usize)
+            })
+        };
+        let wanted = (0..given.gradients.len()).filter(move |&slot| given.gradients[slot] != 0);
+        let parts = wanted.filter(move |&slot| !is_whole(slot));
+        parts.map(move |slot| (given.gradients[slot], given.gradient_bytes(slot)))
     }
 
     pub(crate) fn plans_for_itself(&self) -> bool {

@@ -110,31 +110,44 @@ impl RawProgram {
         self.is_narrow.iter().enumerate().map(|(slot, &own)| u32::from(own) << slot).sum()
     }
 
-    /// Indices of the axes of a gradient's array that follow one of these, 1 for none.
-    pub(crate) fn extent(&self, gradient: &ArrayGradient, all: &[Axis]) -> usize {
-        let own = gradient.axes.iter().zip(self.arrays[gradient.slot].extents);
-        own.filter(|(axis, _)| all.contains(axis)).map(|(_, extent)| extent as usize).product()
+    /// The axes of a gradient's array, with the indices of each that elements are read at: all of it, or as
+    /// many as what indexes it has.
+    pub(crate) fn reached(&self, gradient: &ArrayGradient) -> impl Iterator<Item = (Axis, usize)> {
+        let own = gradient.axes.iter().zip(self.arrays[gradient.slot].extents).zip(&gradient.lengths);
+        own.map(|((&axis, extent), &len)| (axis, if extent > 1 { len.min(extent as usize) } else { 1 }))
     }
 
-    /// Whether the gradient's array has an element for each query and key, and how many scores share one.
-    fn shares(&self, gradient: &ArrayGradient, scores: Scores) -> Option<usize> {
-        let extent = |all: &[Axis]| self.extent(gradient, all);
-        let has_pairs = extent(&[Axis::Query]) == scores.queries && extent(&[Axis::Key]) == scores.keys;
-        let own = extent(&[Axis::Batch]) * extent(&[Axis::Head, Axis::HeadKv]);
-        (has_pairs && own > 0).then(|| scores.batch * scores.heads / own)
+    /// Indices that are read of the axes that follow one of these, 1 for none.
+    fn reach(&self, gradient: &ArrayGradient, all: &[Axis]) -> usize {
+        self.reached(gradient).filter(|(axis, _)| all.contains(axis)).map(|(_, len)| len).product()
     }
 
-    /// Where the main kernel stores the scores' gradients for this one. As the gradient itself: it is wanted
-    /// in 16 bits, each of its elements is of one score, and rows begin on multiples of 16 bytes.
+    /// Where the main kernel stores the scores' gradients for this one, whose array has an element for each
+    /// query and key. As the gradient itself: it is wanted in 16 bits, each of its elements is of one score,
+    /// and rows begin on multiples of 16 bytes.
     pub(crate) fn stores(&self, gradient: &ArrayGradient, scores: Scores) -> Option<Stored> {
         let to = self.gradients[gradient.slot];
-        let shares = self.shares(gradient, scores).filter(|_| gradient.may_be_stored && to != 0)?;
-        let is_aligned = to.is_multiple_of(TMA_BYTES) && scores.pitch() == scores.keys;
-        if shares == 1 && is_aligned && self.is_narrow[gradient.slot] {
+        let reach = |all: &[Axis]| self.reach(gradient, all);
+        let has_pairs = reach(&[Axis::Query]) == scores.queries && reach(&[Axis::Key]) == scores.keys;
+        let is_empty = self.reached(gradient).any(|(_, len)| len == 0);
+        if !has_pairs || is_empty || !gradient.may_be_stored || to == 0 {
+            return None;
+        }
+        let own = [reach(&[Axis::Batch]), reach(&[Axis::Head, Axis::HeadKv])];
+        // The keys of an array whose gradient may be stored lie side by side.
+        let pitch = self.arrays[gradient.slot].extents[gradient.axes.len() - 1] as u64;
+        let is_aligned = to.is_multiple_of(TMA_BYTES) && (2 * pitch).is_multiple_of(TMA_BYTES);
+        if own == [scores.batch, scores.heads] && is_aligned && self.is_narrow[gradient.slot] {
             Some(Stored::Own)
         } else {
             (self.room != 0).then_some(Stored::Room)
         }
+    }
+
+    /// Bytes of the gradient of the array at a slot.
+    pub(crate) fn gradient_bytes(&self, slot: usize) -> usize {
+        let elements = self.arrays[slot].extents.iter().map(|&extent| extent.max(0) as usize);
+        elements.product::<usize>() * if self.is_narrow[slot] { 2 } else { 4 }
     }
 
     /// Whether a room serves this gradient.
@@ -212,18 +225,19 @@ pub(crate) fn check_program(
         }
     }
     for (slot, &address) in given.gradients.iter().enumerate().filter(|(_, address)| **address != 0) {
-        let Some(gradient) = gradients.iter().find(|gradient| gradient.slot == slot) else {
+        let Some(decl) = program.arrays().get(slot).filter(|decl| decl.gradient) else {
             return Err(Error::UnusedExtra { name: "the gradient of an array" });
         };
         let is_narrow = given.is_narrow[slot];
-        if is_narrow && gradient.element.narrow().is_none() {
+        if is_narrow && decl.element.narrow().is_none() {
             return Err(Error::UnusedExtra { name: "16 bits for the gradient of an array of others" });
         }
         check_address("the gradient of an array", address, if is_narrow { 2 } else { 4 })?;
-        for (axis, &len) in gradient.lengths.iter().enumerate() {
+        let lengths = gradients.iter().filter(|own| own.slot == slot).flat_map(|own| &own.lengths);
+        for (axis, &len) in lengths.enumerate() {
             let extent = given.arrays[slot].extents[axis];
-            if extent != 1 && extent as usize != len {
-                let name = program.arrays()[slot].name.clone();
+            if extent != 1 && (extent as usize) < len {
+                let name = decl.name.clone();
                 return Err(Error::GradientExtent { name, axis, extent, len });
             }
         }

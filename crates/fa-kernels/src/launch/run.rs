@@ -35,10 +35,19 @@ pub(crate) unsafe fn enqueue(
     at: &Addresses<'_>,
 ) -> Result<(), Error> {
     launches.check(at)?;
-    if launches.steps.is_empty() {
+    let clear = |address, bytes, doing| {
+        // SAFETY: what is cleared lies in the workspace, or is a gradient of an array, whose bytes these are.
+        unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
+            .map_err(|source| Error::Driver { doing, source })
+    };
+    let mut unread = launches.unread(at).peekable();
+    if launches.steps.is_empty() && unread.peek().is_none() {
         return Ok(());
     }
     kernel.enter(stream)?;
+    for (address, bytes) in unread {
+        clear(address, bytes, "clearing an array's gradient")?;
+    }
     let mut params = launches.argument(at);
     let mut encoded = [const { MaybeUninit::<CUtensorMap>::uninit() }; MAX_MAPS];
     let mut arguments = [
@@ -59,15 +68,11 @@ pub(crate) unsafe fn enqueue(
         match step {
             Step::Clear(part) => {
                 let address = at.workspace.unwrap_or(0) + part.offset as u64;
-                // SAFETY: the part lies in the workspace.
-                unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
-                    .map_err(|source| Error::Driver { doing: "clearing a part of the workspace", source })?;
+                clear(address, part.bytes, "clearing a part of the workspace")?;
             }
             Step::ClearGradient => {
                 let (address, bytes) = launches.cleared(at).unwrap_or_default();
-                // SAFETY: the gradient has an element for each score.
-                unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }
-                    .map_err(|source| Error::Driver { doing: "clearing an array's gradient", source })?;
+                clear(address, bytes, "clearing an array's gradient")?;
             }
             Step::Plan(launch) | Step::Launch(launch) => {
                 let launch = &launches.launch_at(launch, at);

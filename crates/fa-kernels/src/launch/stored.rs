@@ -6,8 +6,9 @@ use crate::jit::array_gradients::ArrayGradient;
 use crate::launch::raw_program::{RawProgram, Scores, Stored};
 use crate::launch::tma::{MapShape, TensorMap};
 
-/// The map by which it does: `{keys, queries, heads, sequences}` of a room, or of a packed array whose axes
-/// have any order but for the keys, and a box of one panel of a tile.
+/// The map by which it does: `{keys, queries, heads, sequences}` of a room, or of the part of a packed array
+/// that has a score for each element, whose axes have any order but for the keys, and a box of one panel of a
+/// tile.
 pub(super) fn map(
     given: &RawProgram,
     (stored, gradient): (Stored, &ArrayGradient),
@@ -24,10 +25,10 @@ pub(super) fn map(
         return TensorMap { tensor: "the room of a call", address: given.room, shape };
     }
     let of = |all: &[Axis]| {
-        let axis = gradient.axes.iter().position(|axis| all.contains(axis));
+        let axis = given.reached(gradient).enumerate().find(|(_, (axis, _))| all.contains(axis));
         let extents = &given.arrays[gradient.slot].extents[..gradient.axes.len()];
-        axis.map_or((1, 0), |axis| {
-            (extents[axis] as u64, extents[axis + 1..].iter().map(|&own| own as u64).product())
+        axis.map_or((1, 0), |(at, (_, len))| {
+            (len as u64, extents[at + 1..].iter().map(|&own| own as u64).product())
         })
     };
     let axes = [&[Axis::Key][..], &[Axis::Query], &[Axis::Head, Axis::HeadKv], &[Axis::Batch]].map(of);

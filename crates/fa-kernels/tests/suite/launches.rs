@@ -243,6 +243,63 @@ fn the_gradient_of_a_bias_is_stored_summed_or_recomputed() {
     assert_eq!(of(Mask::FULL, shared, true, false), own_map(&recomputed, 1 << 32, true));
     assert_eq!(of(Mask::FULL, own, false, false), own_map(&recomputed, 1 << 32, true));
     assert_eq!(of(Mask::FULL, [3, 8, 1, 1000], true, true), own_map(&recomputed, 1 << 32, false));
+    // Of a longer array the part that is read, which several sequences or heads may share.
+    assert_eq!(of(Mask::FULL, [4, 9, 1001, 1008], true, false), own_map(&[], 1 << 51, false));
+    assert_eq!(of(Mask::FULL, [4, 9, 1000, 1001], true, false), own_map(&recomputed, 1 << 32, true));
+    assert_eq!(of(Mask::FULL, [1, 24, 1000, 1000], true, true), own_map(&["fa_array_sum"], 1 << 52, true));
+}
+
+/// The gradient of an array that kernels read a part of, or nothing, is set to zero first, in its whole
+/// length; a part that is too short is refused.
+#[test]
+fn gradients_of_what_is_not_read_are_set_to_zero() {
+    use fa_core::program::Program;
+    use fa_kernels::Error;
+    use fa_kernels::launch::RawProgram;
+    let text = "array other: f16[_, _] grad; array t: f32[_, _] grad; array u: bf16[_] grad; array v: i32[_]; \
+                score = s * t[h, q] + u[b];";
+    let program = Program::parse(text).unwrap().intern().unwrap();
+    let mut spec = backward_spec(false);
+    spec.score.program = Some(program);
+    let mut problem = problem();
+    problem.score.program = Some(program);
+    let of = |lengths: Lengths, t: [i32; 2], u: i32| {
+        let launches = launches_of(&spec, &problem.with_lengths(lengths), Arch::Sm90, SMS).unwrap();
+        let mut given = RawProgram::default();
+        for (slot, extents) in [[5, 7], t, [u, 1], [4, 1]].into_iter().enumerate() {
+            given.arrays[slot].address = 1 << 50;
+            given.arrays[slot].extents = [extents[0], extents[1], 1, 1];
+        }
+        for slot in 0..3 {
+            given.gradients[slot] = (51 + slot as u64) << 32;
+        }
+        (given.is_narrow[0], given.is_narrow[2]) = (true, true);
+        let tensors = tensors(&launches);
+        let at = |given| Addresses {
+            tensors: &tensors,
+            lse: Some(1 << 41),
+            workspace: Some(1 << 40),
+            extras: RawExtras { program: Some(given), ..RawExtras::default() },
+        };
+        let other = RawProgram { gradients: std::array::from_fn(|slot| u64::from(slot == 3) << 50), ..given };
+        assert!(matches!(launches.check(&at(other)), Err(Error::UnusedExtra { .. })));
+        let at = at(given);
+        launches.check(&at)?;
+        let grids = launches.steps.iter().filter(|step| launches.takes(step, &at)).filter_map(|step| {
+            let Step::Launch(launch) = step else { return None };
+            launch.entry.starts_with("fa_array").then(|| launches.launch_at(launch, &at).grid)
+        });
+        Ok::<_, Error>((launches.unread(&at).collect::<Vec<_>>(), grids.collect::<Vec<_>>()))
+    };
+    let (uniform, other) = (Lengths::uniform(3, 1000, 1000), (51 << 32, 5 * 7 * 2));
+    assert_eq!(of(uniform, [8, 1000], 3).unwrap(), (vec![other], vec![8 * 16, 3]));
+    assert_eq!(of(uniform, [1, 1000], 1).unwrap(), (vec![other], vec![16, 1]));
+    let longer = [other, (52 << 32, 9 * 1030 * 4), (53 << 32, 4 * 2)];
+    assert_eq!(of(uniform, [9, 1030], 4).unwrap(), (longer.to_vec(), vec![8 * 16, 3]));
+    assert_eq!(of(Lengths::uniform(0, 1000, 1000), [9, 1030], 4).unwrap(), (longer.to_vec(), vec![8 * 16]));
+    assert_eq!(of(Lengths::uniform(3, 0, 9), [9, 1030], 4).unwrap(), (longer.to_vec(), vec![3]));
+    let short = of(uniform, [8, 999], 3);
+    assert!(matches!(short, Err(Error::GradientExtent { axis: 1, extent: 999, len: 1000, .. })));
 }
 
 #[test]
