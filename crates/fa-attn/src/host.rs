@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use fa_core::program::Inputs;
 use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::{AppendExtras, AppendTensors, Arguments, KvRef, TensorMut, TensorRef};
@@ -11,7 +12,7 @@ use fa_kernels::{BoundAppend, Error as KernelError, KvElement};
 
 use crate::device::{
     Bound, DeviceAppend, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement,
-    Stored, doing,
+    Stored, doing, layout_of,
 };
 use crate::error::Error;
 use crate::extras::check_dsinks;
@@ -90,6 +91,18 @@ fn forward<T: Half>(
     }
 }
 
+/// The kernel of `bound` for rows that are aligned, where those of the program's array are; `None` where they
+/// are not, or it does not compile so.
+fn aligned(gpu: &Gpu, bound: &fa_kernels::Forward, inputs: &Inputs<'_>) -> Option<fa_kernels::Forward> {
+    let problem = layout_of(inputs).with_aligned_rows(*bound.problem());
+    if problem == *bound.problem() {
+        return None;
+    }
+    let mut plan = bound.launch_plan().clone();
+    plan.spec.score.program = problem.score.program;
+    gpu.kernels.forward(&problem, &plan).ok()
+}
+
 /// [`forward`] on K and V of one type.
 fn forward_of<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
     (gpu, bound, launches): (&Gpu, &fa_kernels::Forward, usize),
@@ -102,6 +115,8 @@ fn forward_of<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
     let problem: &Problem = bound.problem();
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
+    let aligned = arguments.program.and_then(|inputs| aligned(gpu, bound, inputs));
+    let bound = aligned.as_ref().unwrap_or(bound);
     let bytes = bound.workspace_bytes();
     let mut device = uploaded(stream, problem, bytes, (q, kv), placement, arguments)?;
     if !problem.lengths.is_uniform() {

@@ -21,7 +21,7 @@ use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance, without_logs};
 use crate::runner::{Outcome, Runner, Turns, run_together};
-use crate::tensors::with_half;
+use crate::tensors::{with_drawn_rows, with_half};
 use crate::tune::draw::Drawing;
 
 pub use change::Change;
@@ -201,9 +201,10 @@ struct Found {
 /// The kernels for a shape: those given that compute it, or the library's choice and changes of it.
 fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_attn::Error> {
     let (mut found, mut refused) = (Vec::<Bound>::new(), Vec::new());
+    let chosen_for = &if options.pass.is_backward() { *problem } else { with_drawn_rows(problem) };
     if options.specs.is_empty() || options.beside_choice || !options.changes.is_empty() {
         let choice = BindOptions::default().with_family(options.family);
-        found.push(gpu.bind(problem, options.pass, &choice)?);
+        found.push(gpu.bind(chosen_for, options.pass, &choice)?);
     }
     let mut mismatch = None;
     for PinnedSpec { spec, splits, .. } in &options.specs {
@@ -230,7 +231,7 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_at
         if found.iter().any(|known| *known.spec() == changed) {
             continue;
         }
-        match bind_spec(gpu, problem, &changed, None, options.pass) {
+        match bind_spec(gpu, chosen_for, &changed, None, options.pass) {
             Ok(pass) => found.push(pass),
             Err(error) if error_is_fatal(&error) => return Err(error),
             Err(error) => refused.push((changed.to_string(), without_logs(&error.to_string()))),

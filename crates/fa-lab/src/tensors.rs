@@ -1,9 +1,10 @@
 //! A problem's tensors on the host: values, and their layout on the GPU.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::program::{self, OwnedInputs};
+use fa_core::program::{self, ArrayData, ArrayView, OwnedInputs};
 use fa_core::quantize::Codes;
 use fa_core::{Problem, Strides, TensorLayout};
+use fa_kernels::launch::{RawArray, RawProgram};
 use rayon::prelude::*;
 
 use crate::codes::{kinds, spread};
@@ -114,6 +115,16 @@ impl<T: Half> Inputs<T> {
         }
         self
     }
+}
+
+/// The problem of a call with the program's arrays of [`Inputs`], as those who know their arrays bind it.
+pub(crate) fn with_drawn_rows(problem: &Problem) -> Problem {
+    let mut raw = RawProgram::default();
+    for (to, extents) in raw.arrays.iter_mut().zip(OwnedInputs::drawn_extents(problem)) {
+        let ArrayView { strides, extents, .. } = ArrayView::contiguous(ArrayData::U8(&[]), &extents);
+        *to = RawArray { address: 0, strides, extents };
+    }
+    raw.with_aligned_rows(*problem)
 }
 
 fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {

@@ -115,13 +115,15 @@ impl DeviceProgram {
     /// # Errors
     /// [`Error::Driver`].
     pub fn upload(stream: &Arc<CudaStream>, inputs: &Inputs<'_>) -> Result<DeviceProgram, Error> {
-        let mut layout = RawProgram { scalars: inputs.scalar_bits(), ..RawProgram::default() };
-        let mut arrays = Vec::new();
-        for (array, to) in inputs.arrays().iter().zip(&mut layout.arrays) {
-            *to = RawArray { address: 0, strides: array.strides, extents: array.extents };
-            arrays.push(copy(stream, &array.data.bytes())?);
-        }
-        Ok(DeviceProgram { arrays, gradients: Vec::new(), layout })
+        let arrays = inputs.arrays().iter().map(|array| copy(stream, &array.data.bytes()));
+        let arrays = arrays.collect::<Result<_, _>>()?;
+        Ok(DeviceProgram { arrays, gradients: Vec::new(), layout: layout_of(inputs) })
+    }
+
+    /// As [`RawProgram::with_aligned_rows`]: the problem whose kernel is the fastest for these arrays. A
+    /// launch on others whose rows are not as these refuses them.
+    pub fn with_aligned_rows(&self, problem: Problem) -> Problem {
+        self.raw(Pass::Forward).with_aligned_rows(problem)
     }
 
     /// Makes room in f32 for the gradients of the arrays that want one; backwards write them from now on.
@@ -193,6 +195,15 @@ impl DeviceProgram {
         }
         raw
     }
+}
+
+/// Strides, extents and scalars of host inputs, whose copies begin at addresses that CUDA aligns.
+pub(crate) fn layout_of(inputs: &Inputs<'_>) -> RawProgram {
+    let mut layout = RawProgram { scalars: inputs.scalar_bits(), ..RawProgram::default() };
+    for (array, to) in inputs.arrays().iter().zip(&mut layout.arrays) {
+        *to = RawArray { address: 0, strides: array.strides, extents: array.extents };
+    }
+    layout
 }
 
 impl DeviceExtras {

@@ -19,6 +19,7 @@ pub use append::{DeviceAppend, DeviceCache, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bind::BindOptions;
 pub use bound::Bound;
+pub(crate) use extras::layout_of;
 pub use extras::{AppendLengths, DeviceExtras, DeviceGradient, DeviceProgram};
 pub use fa_kernels::{
     Backward, BackwardPass, BoundAppend, BoundMerge, Cache, Forward, ForwardPass, Headers, Kernels,

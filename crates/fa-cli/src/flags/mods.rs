@@ -27,9 +27,6 @@ pub(crate) struct ModArgs {
     /// A backward computes the gradient of the bias as well
     #[arg(long, requires = "bias")]
     pub bias_grad: bool,
-    /// The bias's kernel relies on rows that begin on multiples of 16 bytes, as calls from Python find them
-    #[arg(long, requires = "bias")]
-    pub bias_aligned: bool,
     /// Queries see the keys of their own chunk of N only (Llama 4)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub chunk: Option<u32>,
@@ -118,8 +115,7 @@ impl ModArgs {
             let blanks = vec!["_"; axes.len()].join(", ");
             let (dtype, indices) = (&self.bias_dtype, axes.join(", "));
             let grad = if self.bias_grad { " grad" } else { "" };
-            let aligned = if self.bias_aligned { " aligned" } else { "" };
-            let text = format!("array bias: {dtype}[{blanks}]{grad}{aligned}; score = s + bias[{indices}];");
+            let text = format!("array bias: {dtype}[{blanks}]{grad}; score = s + bias[{indices}];");
             texts.push(("--bias", text));
         }
         texts.extend(self.score_mod.as_ref().map(|text| ("--score-mod", text.clone())));
@@ -152,14 +148,12 @@ mod tests {
             bias_shape: "h, k".into(),
             bias_dtype: "f32".into(),
             bias_grad: true,
-            bias_aligned: true,
             chunk: Some(64),
             dropout: DropoutArgs { dropout: Some(0.1), ..DropoutArgs::default() },
         };
         let program = all.program().unwrap().unwrap();
         assert!(program.mask().is_some() && program.score().is_some());
         assert_eq!((program.arrays()[0].rank, program.arrays()[0].gradient), (2, true));
-        assert!(program.arrays()[0].aligned);
         assert_eq!(program.scalars().len(), 1);
         let score = all.of(ScoreMod::NONE).unwrap();
         assert_eq!(score.dropout.map(|dropout| dropout.p()), Some(0.1));

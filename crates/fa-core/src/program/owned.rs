@@ -132,11 +132,9 @@ impl OwnedInputs {
         let mut random = Random(seed ^ program.hash64());
         let lengths = &problem.lengths;
         let most = lengths.max_k().max(lengths.max_q()).max(1);
-        let arrays = program.arrays().iter().enumerate().map(|(slot, decl)| {
-            let extents = program.extents(slot, decl, problem);
-            drawn_array(decl, &extents, most, &mut random)
-        });
-        let arrays = arrays.collect();
+        let extents = OwnedInputs::drawn_extents(problem);
+        let arrays = program.arrays().iter().zip(extents);
+        let arrays = arrays.map(|(decl, extents)| drawn_array(decl, &extents, most, &mut random)).collect();
         let scalars = program.scalars().iter().map(|decl| match decl.ty {
             Type::F32 => Value::F32(f64::from((0.25 + random.unit()) as f32)),
             Type::I32 | Type::Bool => Value::I32((1 + random.below(most / 3 + 1)) as i32),
@@ -147,6 +145,13 @@ impl OwnedInputs {
             dropout.set(problem, &mut inputs);
         }
         Some(inputs)
+    }
+
+    /// Extents of the arrays of [`OwnedInputs::drawn`], which are packed.
+    pub fn drawn_extents(problem: &Problem) -> Vec<Vec<usize>> {
+        let Some(program) = problem.score.program else { return Vec::new() };
+        let decls = program.arrays().iter().enumerate();
+        decls.map(|(slot, decl)| program.extents(slot, decl, problem)).collect()
     }
 }
 
