@@ -150,8 +150,9 @@ def flash_attn_with_kvcache(
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
     `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence.
     `cache_leftpad`: int32 (batch,), rows before a sequence's first key; cache_seqlens counts them, and new
-    rows that lie there are written too (FlashAttention-2 leaves them out). k and v (batch, seqlen_new,
-    heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
+    rows that lie there are written too (FlashAttention-2 leaves them out, FlashAttention-3 whole blocks of
+    them), which no query sees. k and v (batch, seqlen_new, heads_kv, head_dim), or packed with
+    `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
     (positions, rotary_dim / 2): new keys are rotated by their positions in the cache, queries by theirs
     (without a mask, all queries by cache_seqlens). `rotary_interleaved`: whether neighbouring elements are
     paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.

@@ -5,7 +5,7 @@ use fa_cpu::merge::{add_sink_to_row, merge_row};
 
 use crate::element::Element;
 use crate::error::Error;
-use crate::tensors::{Output, Tensor};
+use crate::tensors::{Output, Tensor, elements};
 
 /// Merges results over different keys of the same queries: a shared prefix and each request's own suffix
 /// (cascade), the tokens of a speculative tree and the cache before them, or parts of a long cache.
@@ -20,20 +20,23 @@ use crate::tensors::{Output, Tensor};
 pub fn merge<T: Element>(parts: &[&Output<T>], sinks: Option<&[f32]>) -> Result<Output<T>, Error> {
     let Some(&first) = parts.first() else { return Err(Error::NothingToMerge) };
     let shape @ [batch, seqlen, heads, dim] = first.out.shape;
+    // Without rows the other lengths may be any.
+    let rows = elements([batch, seqlen, heads, 1]);
+    let dim = if rows == 0 { 0 } else { dim };
     for part in parts {
         if part.out.shape != shape {
             let need = format!("every part has the shape of the first, {shape:?}");
             return Err(Error::Shape { tensor: "out", got: part.out.shape, need });
         }
         part.out.view("out")?;
-        check_len("lse", part.lse.len(), batch * heads * seqlen)?;
+        check_len("lse", part.lse.len(), rows)?;
     }
     if let Some(sinks) = sinks {
         check_len("sinks", sinks.len(), heads)?;
     }
     let mut merged = Output {
         out: Tensor::filled(shape, first.out.layout, T::default()),
-        lse: vec![f32::NEG_INFINITY; batch * heads * seqlen],
+        lse: vec![f32::NEG_INFINITY; rows],
     };
     let (mut row, mut other) = (vec![0.0f32; dim], vec![0.0f32; dim]);
     // Rows in the order of the LSE: [batch, heads, seqlen].

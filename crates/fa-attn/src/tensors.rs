@@ -65,7 +65,7 @@ impl<T: Clone> Tensor<T> {
 }
 
 /// Elements of a shape; `usize::MAX` of more, which no memory holds.
-fn elements(shape: [usize; 4]) -> usize {
+pub(crate) fn elements(shape: [usize; 4]) -> usize {
     if shape.contains(&0) {
         return 0;
     }

@@ -1,6 +1,7 @@
 //! Problems of absurd sizes: computed, or refused by an error that names the limit. None panics, allocates
 //! what no tensor of the problem holds, or goes through rows that do not exist.
 
+use fa_attn::program::{ArrayData, ArrayView, Inputs, Program};
 use fa_attn::{
     Backend, BackwardTensors, CpuOptions, Dtype, Engine, Error, Extras, Gradients, Lengths, Mask, Output,
     Pass, Problem, ScoreMod, Side, Tensor, TensorLayout,
@@ -17,6 +18,23 @@ fn engine() -> Engine {
 /// A tensor without elements, of any shape.
 fn empty(shape: [usize; 4]) -> Tensor<f32> {
     Tensor::new(shape, Vec::new()).expect("no elements")
+}
+
+/// Results without a row may claim rows of any width and any other lengths, as arrays any extents.
+#[test]
+fn merges_and_arrays_of_absurd_sizes_are_refused_or_empty() {
+    for shape in [[1, 0, 2, usize::MAX], [usize::MAX, 4, 0, 1 << 62], [1 << 40, 1 << 40, 0, 8]] {
+        let part = Output { out: empty(shape), lse: Vec::new() };
+        let merged = fa_attn::merge(&[&part, &part], None).expect("no rows");
+        assert_eq!((merged.out.shape, merged.lse.len()), (shape, 0));
+    }
+    let part = Output { out: empty([1 << 40, 1 << 40, 1, 0]), lse: Vec::new() };
+    assert!(matches!(fa_attn::merge(&[&part], None), Err(Error::Cpu(_))));
+    let program = Program::parse("array t: f32[_, _]; score = s + t[q, k];").expect("parsed");
+    for extents in [[1 << 62, 8], [usize::MAX, usize::MAX], [1 << 40, 1 << 31]] {
+        let array = ArrayView::contiguous(ArrayData::F32(&[0.5; 16]), &extents);
+        assert!(Inputs::new(&program, vec![array], Vec::new()).is_err(), "{extents:?}");
+    }
 }
 
 /// V without a row may claim rows of any width, and the output has as many columns.

@@ -66,12 +66,13 @@ impl<'a> ArrayView<'a> {
     /// A view of contiguous elements.
     pub fn contiguous(data: ArrayData<'a>, extents: &[usize]) -> ArrayView<'a> {
         let mut view = ArrayView { data, strides: [0; MAX_RANK], extents: [1; MAX_RANK] };
-        let mut stride = 1;
+        let mut stride = 1i64;
         for (axis, &extent) in extents.iter().enumerate().take(MAX_RANK).rev() {
             view.strides[axis] = stride;
             view.extents[axis] = i32::try_from(extent).unwrap_or(i32::MAX);
             let last_of_bits = data.element() == Element::Bits && axis + 1 == extents.len();
-            stride *= if last_of_bits { extent.div_ceil(32) } else { extent } as i64;
+            let items = if last_of_bits { extent.div_ceil(32) } else { extent };
+            stride = stride.saturating_mul(i64::try_from(items).unwrap_or(i64::MAX));
         }
         view
     }
