@@ -14,9 +14,10 @@ use fa_cpu::Arguments;
 use crate::case::normals;
 use crate::gpu;
 
-/// Tables by distance and by what another array names, a gain for each head, and a bias that no load needs.
+/// Tables by distance and by what another array names, a gain for each head, a bias that no load needs, and an
+/// array that no score follows.
 const TEXT: &str = "array bias: bf16[_, _, _, _] grad; array c: i32[_]; array g: f32[_] grad; \
-                    array t: f32[_, _] grad; scalar x: f32; mask = (q + k) % 7 != 0; \
+                    array t: f32[_, _] grad; array unread: f16[_, _] grad; scalar x: f32; mask = (q + k) % 7 != 0; \
                     score = s * g[h] + t[h, q - k + off + 4 * b] - x * t[c[k], 2] + bias[b, h, q, k];";
 
 const HEADS: usize = 4;
@@ -80,15 +81,18 @@ fn check((problem, extras): (Problem, OwnedExtras)) {
     let [of_q, of_k, of_v, of_out] = shapes(&problem);
     let (q, k, v, dout) = (values(of_q, 0), values(of_k, 1), values(of_v, 2), values(of_out, 3));
     let index: Vec<i32> = (0..130).map(|i| i * 7 % 5 - 1).collect();
-    let gain = [0.5, 1.0, 1.5, -1.0];
+    let gain = [0.5, 1.0, 1.5, -1.0, 9.0, 9.0];
     let table: Vec<f32> = (0..HEADS * 150).map(|i| (i * 31 % 17) as f32 / 17.0).collect();
-    let of_bias = [sequences, HEADS, lengths.max_q(), lengths.max_k()];
+    // Some arrays go on behind their indices.
+    let more = if lengths.is_uniform() { 0 } else { 8 };
+    let of_bias = [sequences + more, HEADS + more, lengths.max_q() + more, lengths.max_k() + more];
     let bias: Vec<u16> = values(of_bias, 4).data.iter().map(|value| value.to_bits()).collect();
     let arrays = vec![
         ArrayView::contiguous(ArrayData::Bf16(&bias), &of_bias),
         ArrayView::contiguous(ArrayData::I32(&index), &[130]),
-        ArrayView::contiguous(ArrayData::F32(&gain), &[HEADS]),
+        ArrayView::contiguous(ArrayData::F32(&gain), &[HEADS + more / 4]),
         ArrayView::contiguous(ArrayData::F32(&table), &[HEADS, 150]),
+        ArrayView::contiguous(ArrayData::F16(&[0; 35]), &[5, 7]),
     ];
     let inputs = Inputs::new(&program(), arrays, vec![Value::F32(0.25)]).unwrap();
 

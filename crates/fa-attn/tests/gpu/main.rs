@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 mod backward;
+mod biases;
 mod case;
 mod codes;
 mod fp8;
