@@ -14,10 +14,11 @@ use fa_cpu::Arguments;
 use crate::case::normals;
 use crate::gpu;
 
-/// Tables by distance and by what another array names, a gain for each head, a bias that no load needs, and an
-/// array that no score follows.
+/// Tables by distance and by what another array names, a gain for each head, a bias that no load needs, and
+/// an array that no score follows.
 const TEXT: &str = "array bias: bf16[_, _, _, _] grad; array c: i32[_]; array g: f32[_] grad; \
-                    array t: f32[_, _] grad; array unread: f16[_, _] grad; scalar x: f32; mask = (q + k) % 7 != 0; \
+                    array t: f32[_, _] grad; array unread: f16[_, _] grad; scalar x: f32; \
+                    mask = (q + k) % 7 != 0; \
                     score = s * g[h] + t[h, q - k + off + 4 * b] - x * t[c[k], 2] + bias[b, h, q, k];";
 
 const HEADS: usize = 4;

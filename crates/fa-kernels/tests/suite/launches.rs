@@ -256,8 +256,8 @@ fn gradients_of_what_is_not_read_are_set_to_zero() {
     use fa_core::program::Program;
     use fa_kernels::Error;
     use fa_kernels::launch::RawProgram;
-    let text = "array other: f16[_, _] grad; array t: f32[_, _] grad; array u: bf16[_] grad; array v: i32[_]; \
-                score = s * t[h, q] + u[b];";
+    let text = "array other: f16[_, _] grad; array t: f32[_, _] grad; array u: bf16[_] grad; \
+                array v: i32[_]; score = s * t[h, q] + u[b];";
     let program = Program::parse(text).unwrap().intern().unwrap();
     let mut spec = backward_spec(false);
     spec.score.program = Some(program);
