@@ -167,7 +167,8 @@ pub enum PlanError {
     /// Keys that begin with their values.
     #[error(
         "there is no {family} kernel for the {pass} of a latent problem ({head_dim}-{head_dim_v}: V is the \
-         first columns of K): its forward alone is computed, with Q in 16 bits on sm90, and by the CPU backend"
+         first columns of K): its forward alone is computed, with Q in 16 bits on sm90, and by the CPU \
+         backend"
     )]
     Latent {
         /// The family asked for.
