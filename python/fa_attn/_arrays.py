@@ -14,6 +14,7 @@ from ._checks import (
     check_pages,
     check_within_cache,
     int32,
+    refuse_dropped,
 )
 from ._codes import is_per_row
 from ._core import InputError, UnsupportedError
@@ -244,11 +245,7 @@ class Arrays(Latents):
             # Of a view, as within pages, the rows that are written are those of a copy.
             if is_per_row(x) and made is not x:
                 x[...] = made
-        if dropped:
-            raise InputError(
-                f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
-                "at a position beyond rotary_cos; the others are written"
-            )
+        refuse_dropped(dropped, append.k_cache, append.page_table, append.cos)
         return (q if rotated is None else rotated), after
 
     def ints(self, value, count, like):

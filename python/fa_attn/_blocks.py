@@ -114,11 +114,16 @@ def check_cover(states: Any, block: Tuple[int, int], lengths: Tuple[int, int]) -
         raise InputError(f"the lists have blocks for {covered} queries and keys, of {tuple(lengths)}")
 
 
+def indices_of(names: str, shared: Any) -> str:
+    """The indices of an array's axes: 0 along those that all sequences, heads or queries share, so that
+    kernels look at a mask's tiles and bits once for all of them."""
+    return ", ".join("0" if is_shared else name for name, is_shared in zip(names, shared))
+
+
 def _state(states, rows, keys):
-    """The state of a pair's block. What sequences or heads share does not name them, so that kernels find its
-    tiles once for all."""
-    of, at = ("0" if size == 1 else name for name, size in zip("bh", states.shape))
-    return f"fa_blocks[{of}, {at}, q // {rows}, k // {keys}]"
+    """The state of a pair's block."""
+    places = indices_of("bh", (size == 1 for size in states.shape))
+    return f"fa_blocks[{places}, q // {rows}, k // {keys}]"
 
 
 def with_blocks(states: Any, block: Tuple[int, int], mask_mod: Any = None, lengths: Any = None) -> Program:

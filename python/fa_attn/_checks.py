@@ -305,6 +305,18 @@ def capacity_of(cache, table):
     return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
+def refuse_dropped(dropped, cache, table, cos):
+    """Refuses an append that left rows out, `dropped` of them."""
+    if dropped:
+        places = [f"beyond the {capacity_of(cache, table)} rows that the cache has for a sequence"]
+        places += [] if table is None else [f"in a page that is none of its {cache.shape[0]}"]
+        places += [] if cos is None else [f"at a position beyond the {cos.shape[0]} of rotary_cos"]
+        raise InputError(
+            f"{dropped} rows of new keys or their queries have no place: {' or '.join(places)}; the others are "
+            "written"
+        )
+
+
 def lengths_of(name, value, batch, whose="a length for each sequence"):
     """The lengths of `batch` sequences, checked to be int32 (batch,)."""
     int32(name, array(name, value))

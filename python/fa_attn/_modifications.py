@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, Optional, Tuple
 
-from ._blocks import of_tensors
+from ._blocks import indices_of, of_tensors
 from ._checks import count, flag, wants_gradient
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
@@ -164,11 +164,10 @@ def masking(name: str, array: Any, extents: Optional[Extents]) -> Modifications:
 
 
 def _places(array: Any, extents: Optional[Extents]) -> str:
-    """The indices of an array that is broadcast to the extents: 0 along an axis that all of several share, so
-    that kernels look at a mask once for all heads, sequences or queries."""
+    """The indices of an array that is broadcast to the extents."""
     needs = extents or (1,) * 4
     shared = (have == 1 and need > 1 for have, need in zip(array.shape[:3], needs))
-    return ", ".join("0" if is_shared else name for name, is_shared in zip("bhq", shared)) + ", k"
+    return indices_of("bhq", shared) + ", k"
 
 
 def chunked(chunk: int) -> Modifications:

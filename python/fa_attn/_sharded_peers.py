@@ -244,7 +244,7 @@ def agree(group, *given):
     _call.has_agreed = True
     world, rank = place(group)
     shown = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else str(x) for x in given]
-    text, device = ", ".join(shown), given[0].device
+    text, device = "; ".join(shown), given[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     digest, is_slow = hashlib.sha256(text.encode()).digest(), _is_slow(device)
@@ -261,8 +261,10 @@ def agree(group, *given):
         if theirs[_TEXT:] == _FAILED:
             raise InputError(f"rank {other} of the group fails before the call of this rank, {rank}: {shown}")
         if theirs[_TEXT:] != digest:
+            pairs = itertools.zip_longest(shown.split("; "), text.split("; "), fillvalue="no more")
+            theirs, ours = ("; ".join(x) for x in zip(*(pair for pair in pairs if pair[0] != pair[1])))
             raise InputError(
-                f"rank {other} of the group calls with {shown}, and this rank, {rank}, with {text}: all "
+                f"rank {other} of the group calls with {theirs}, and this rank, {rank}, with {ours}: all "
                 "ranks have tensors of one shape and the same options (pad what the ranks do not divide)"
             )
     if not is_slow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import LARGEST, capacity_of, check_pages, check_within_cache
+from ._checks import LARGEST, capacity_of, check_pages, check_within_cache, refuse_dropped
 from ._codes import is_per_row
 from ._torch_memory import (
     FLOAT,
@@ -149,11 +149,7 @@ def run_append(
         # Of a view, as within pages, the rows that are written are those of a copy.
         if is_per_row(x) and made is not x:
             x.copy_(made)
-    if dropped:
-        raise _core.InputError(
-            f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
-            "at a position beyond rotary_cos; the others are written"
-        )
+    refuse_dropped(dropped, k_cache, page_table, cos)
     return rotated, after
 
 

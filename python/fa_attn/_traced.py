@@ -223,8 +223,9 @@ class Traced:
         if self.fixed and self.value is not None:
             return self.value
         raise UnsupportedError(
-            "a mask or score function cannot branch on its arguments: write torch.where(c, a, b) for `if`, "
-            "& | ~ for `and`, `or`, `not`, and torch's functions for math's"
+            "a mask or score function cannot branch on its arguments, nor take their values (float, int): "
+            "write torch.where(c, a, b) for `if`, & | ~ for `and`, `or`, `not`, and torch's functions for "
+            "math's"
         )
 
     def __bool__(self):

@@ -238,6 +238,11 @@ def flash_attn_with_kvcache(
     q, turned, new, descales = _joined(face, given, q, new, k_cache, tensors, numbers)
     if cache_batch_idx is not None:
         table = _table_of_rows(face, cache_batch_idx, k_cache, table, batch)
+    elif table is None and k_cache.shape[0] != batch:
+        raise InputError(
+            f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx, or "
+            "block_table where the cache is in pages"
+        )
     plans = None
     if scheduler_metadata is not None:
         plans = plans_of(scheduler_metadata)
@@ -250,7 +255,7 @@ def flash_attn_with_kvcache(
     if table is not None:
         table = face.contiguous(table)
     if cache_leftpad is not None:
-        _check_padding(cache_leftpad, k_cache, table, batch)
+        _check_padding(cache_leftpad, table, batch)
     # Of the cache without padding, which is left out before keys are counted.
     mods = asked(q, lambda: Extents(batch, q.shape[-2], longest, capacity), options)
     queries = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest, alibi_slopes=alibi_slopes)
@@ -418,14 +423,10 @@ def _used(face, cache_seqlens, q, batch, capacity, is_checked):
     return used
 
 
-def _check_padding(padding, k_cache, table, batch):
+def _check_padding(padding, table, batch):
     if table is not None:
         int32("page_table (block_table)", table)
     lengths_of("cache_leftpad", padding, batch, "a padding for each sequence")
-    if table is None and k_cache.shape[0] != batch:
-        raise InputError(
-            f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
-        )
 
 
 def _check_no_rows(new, batch):

@@ -75,11 +75,14 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "upper bound", fa_attn.flash_attn_varlen_func, q[0], k[0], v[0], starts, starts, None, 8)
     cache = fa_attn.flash_attn_with_kvcache
     refused(wrong, "cache_leftpad has the shape", cache, q, k, v, cache_leftpad=starts)
+    pages = k.repeat(3, 0)
+    refused(wrong, "3 and q of one of 1: give cache_batch_idx, or block_table", cache, q, pages, pages)
     refused(wrong, "cache_seqlens is missing", cache, q, k, v, k=k, v=v)
     refused(wrong, "both or neither", cache, q, k, v, k=k, cache_seqlens=8)
     half = [x.astype(np.float16) for x in (q, k, v)]
     new = dict(k=half[1].copy(), v=half[2].copy())
-    refused(wrong, "no place", cache, *half, **new, cache_seqlens=np.array([5], np.int32))
+    five = np.array([5], np.int32)
+    refused(wrong, "no place: beyond the 8 rows that", cache, *half, **new, cache_seqlens=five)
     frozen = k.astype(np.float16)
     frozen.setflags(write=False)
     refused(wrong, "read-only", cache, half[0], frozen, half[2], **new, cache_seqlens=0)

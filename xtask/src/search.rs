@@ -18,7 +18,7 @@ use crate::workspace::BadInput;
   cargo xtask search --headdim 128 --arch sm80
   cargo xtask search --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format json")]
 pub(crate) struct Args {
-    /// Head dim, or those of Q/K and of V as in 192-128; 1 to 512, planned as the next multiple of 32.
+    /// Head dim, or those of Q/K and of V as in 192-128; 1 to 576, planned as the next multiple of 32.
     #[arg(long, value_name = "H[-HV]")]
     headdim: HeadDims,
     /// fwd, bwd or both.

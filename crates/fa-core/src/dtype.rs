@@ -137,7 +137,7 @@ pub struct Types {
 
 /// Types that nothing computes together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name} is {value} and dtype is {q}: {need}")]
+#[error("{name} is {value}{}: {need}", beside_q(name, *q))]
 pub struct TypesError {
     /// The field whose type is refused, as text has it.
     pub name: &'static str,
@@ -147,6 +147,11 @@ pub struct TypesError {
     pub q: Dtype,
     /// Why, and what works.
     pub need: &'static str,
+}
+
+/// Q's type, where another field is refused for it.
+fn beside_q(name: &str, q: Dtype) -> String {
+    if name == "dtype" { String::new() } else { format!(" and dtype is {q}") }
 }
 
 impl Types {
@@ -245,8 +250,8 @@ const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtyp
                        f16 or f32)";
 const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the \
                              backward, which takes O and LSE of the fp8 forward";
-const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
-                        by their LSE in f32";
+const WIDE_OUT: &str = "nothing writes O wider than a Q of 16 bits; leave out_dtype out, and combine partial \
+                        results by their LSE in f32";
 const MIXED_OUT: &str = "O is written in the type of Q, K and V; leave out_dtype out";
 const WIDE_DKV: &str = "dK and dV are written in the type of K and V; leave dkv_dtype out, and add \
                         them up in f32 after each call";

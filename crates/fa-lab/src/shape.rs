@@ -101,6 +101,9 @@ pub struct Shape {
     /// Keys of a page, where they lie in pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub page: Option<usize>,
+    /// Whether a program masks pairs or changes scores; counts of visible pairs are the mask's alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub program: bool,
 }
 
 impl From<&Problem> for Shape {
@@ -120,6 +123,7 @@ impl From<&Problem> for Shape {
             kv_dtype: (problem.types.kv != problem.types.q).then_some(problem.types.kv),
             softcap: problem.score.softcap,
             page: problem.lengths.page(),
+            program: problem.score.program.is_some(),
         }
     }
 }
@@ -130,6 +134,12 @@ impl Shape {
         let Shape { batch, mask, .. } = self;
         let (heads, seqlens, dims) = (self.heads(), self.seqlens(), self.head_dims());
         format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {}", self.types())
+    }
+
+    /// The mask, and what changes scores.
+    pub fn mask_and_scores(&self) -> String {
+        let cap = self.softcap.map_or_else(String::new, |cap| format!(", cap {cap}"));
+        format!("{}{cap}{}", self.mask, if self.program { ", program" } else { "" })
     }
 
     /// Element types: Q's, and K's and V's where they have another.

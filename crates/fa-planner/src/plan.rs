@@ -66,12 +66,16 @@ pub fn head_dims(family: Family) -> &'static [u32] {
 ///
 /// # Errors
 /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
-fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<[u32; 2], PlanError> {
+fn padded(
+    (extents, most): (&[u32], u32),
+    name: &'static str,
+    head_dim: usize,
+) -> Result<[u32; 2], PlanError> {
     let mut holding = extents.iter().copied().filter(|&extent| extent as usize >= head_dim);
     let least = holding
         .next()
         .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
-        .ok_or(PlanError::HeadDim { name, value: head_dim, most: extents.last().copied().unwrap_or(0) })?;
+        .ok_or(PlanError::HeadDim { name, value: head_dim, most })?;
     let beside = if least.is_multiple_of(32) { least } else { holding.next().unwrap_or(least) };
     Ok([least, beside])
 }
@@ -123,12 +127,14 @@ pub enum PlanError {
     /// No kernel computes in this type.
     #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
     Dtype(Dtype),
-    /// No kernel reads K and V of this type.
-    #[error(
-        "no kernel of this family reads K and V in {0}: those of sm80, which run on every architecture from \
-         8.0 on, and of sm90 do, as the CPU backend does"
-    )]
-    KvDtype(Dtype),
+    /// The family's kernel has no code for what the problem asks for.
+    #[error("{kernel} has no device code for {what}: use kernels of the sm80 family, which run there too")]
+    NoCode {
+        /// The kernel.
+        kernel: &'static str,
+        /// What it lacks.
+        what: &'static str,
+    },
     /// No kernel has tiles for this head dim.
     #[error(
         "{name} = {value}: GPU kernels take multiples of 8 from 8 to {most} (pad with zeros, or use the CPU \
@@ -161,7 +167,8 @@ pub enum PlanError {
     /// Keys that begin with their values.
     #[error(
         "there is no {family} kernel for the {pass} of a latent problem ({head_dim}-{head_dim_v}: V is the \
-         first columns of K): its forward alone is computed, on sm90 and by the CPU backend"
+         first columns of K): its forward alone is computed, with Q in 16 bits on sm90, and by the CPU \
+         backend"
     )]
     Latent {
         /// The family asked for.
@@ -398,9 +405,12 @@ fn for_each(
         let Problem { head_dim, head_dim_v, .. } = *problem;
         return Err(PlanError::Latent { family, head_dim, head_dim_v, pass: options.pass.name() });
     }
-    let kernel = planned::of(own.unwrap_or(widest));
-    let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;
-    let [head_dim_v, wider_v] = padded(kernel.head_dims_v(), "head_dim_v", problem.head_dim_v)?;
+    let (kernel, widest) = (planned::of(own.unwrap_or(widest)), planned::of(widest));
+    let of = |own: &'static [u32], widest: &[u32]| (own, widest.last().copied().unwrap_or(0));
+    let extents = of(kernel.head_dims(), widest.head_dims());
+    let [head_dim, wider] = padded(extents, "head_dim", problem.head_dim)?;
+    let extents = of(kernel.head_dims_v(), widest.head_dims_v());
+    let [head_dim_v, wider_v] = padded(extents, "head_dim_v", problem.head_dim_v)?;
     let wanted = Wanted {
         problem,
         head_dim,

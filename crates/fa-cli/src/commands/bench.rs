@@ -325,7 +325,7 @@ fn table(report: &Report) -> String {
             row.shape.heads(),
             row.shape.rows(),
             row.shape.head_dims(),
-            row.shape.mask.clone(),
+            row.shape.mask_and_scores(),
             format!("{:.3}", row.ms_median),
             si(row.tflops * 1e12, "FLOP/s"),
             format!("{:.0} %", row.peak_share * 100.0),
@@ -340,7 +340,7 @@ fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
         let pages = row.shape.page.map_or_else(String::new, |page| format!(", pages of {page}"));
-        let shape = format!("hd {} {}{pages}", row.shape.head_dims(), row.shape.mask);
+        let shape = format!("hd {} {}{pages}", row.shape.head_dims(), row.shape.mask_and_scores());
         let color = shapes.iter().position(|known| *known == shape).unwrap_or_else(|| {
             shapes.push(shape.clone());
             shapes.len() - 1

@@ -9,7 +9,7 @@ use fa_core::arch::ParseArchError;
 use fa_core::board::ParseBoardError;
 use fa_core::{Arch, ArchLimits, Board, KernelSpec, Pass, Problem};
 use fa_kernels::driver;
-use fa_lab::read_text;
+use fa_lab::read_record;
 use fa_lab::shape::whole;
 use fa_lab::spec_file::read_spec;
 use fa_planner::cost;
@@ -273,7 +273,8 @@ struct PlanFile {
 
 fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
     let Some(path) = &args.problem_file else { return args.problem.problem() };
-    let text = read_text(path)?;
+    // A plan lists all that fits.
+    let text = read_record(path)?;
     let problem = ron::from_str(&text)
         .or_else(|error| ron::from_str(&text).map(|PlanFile { problem }| problem).map_err(|_| error))
         .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;

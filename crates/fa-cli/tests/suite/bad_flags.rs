@@ -34,6 +34,7 @@ fn planning_and_measuring_refuse_what_they_cannot_do() {
         ("prove --tier suite --budget 60", "it is for emulated, quick, grid, soak, sanitized"),
         ("validate --spec no/such/spec.ron", "no/such/spec.ron"),
         ("plan --arch sm90 --family sm100", "no tensor memory"),
+        ("plan --arch sm100 --family sm100 --page 16", "no device code for keys in pages"),
         ("plan --arch sm100 --why tile_n=64", "--family sm80"),
         ("plan --why tile_n", "tile_n=192"),
         ("plan --why tile_o=3", "tile_m, tile_n"),

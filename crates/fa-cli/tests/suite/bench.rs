@@ -78,6 +78,8 @@ fn a_soft_cap_is_measured_and_said() {
     let capped = rows(&format!("{line} --softcap 30 --json -"));
     assert!(capped.len() == 2 && capped.iter().all(|row| row["softcap"] == 30.0), "{capped:?}");
     assert!(rows(&format!("{line} --json -")).iter().all(|row| row["softcap"].is_null()));
+    assert!(fa(&format!("{line} --softcap 30")).good().contains(" full, cap 30 "));
+    assert!(fa(&format!("{line} --causal --mask-mod k%3!=1")).good().contains(" causal, program "));
     let refused = fa(&format!("{line} --softcap 0"));
     assert_eq!(refused.code, 2, "{}", refused.stderr);
     assert!(refused.stderr.contains("softcap"), "{}", refused.stderr);

@@ -68,6 +68,10 @@ fn a_plan_is_read_for_its_problem() {
     std::fs::write(&path, &text).unwrap();
     let path = path.display();
     assert_eq!(fa(&format!("plan --problem {path} -n 2 --format ron")).good(), text);
+    // So is one that lists all that fits: more than a megabyte.
+    let whole = "plan --bias --bias-grad --mode both --format ron";
+    std::fs::write(folder.path("plan.ron"), fa(whole).good()).unwrap();
+    assert!(fa(&format!("plan --problem {path} -n 1")).good().contains("a program's score"));
     // Neither a problem nor a plan: the error is about a problem.
     std::fs::write(folder.path("plan.ron"), "(arch: sm90)").unwrap();
     refuses(&format!("plan --problem {path}"), "holds no problem: 1:2-1:6: Unexpected field named `arch`");
@@ -289,7 +293,14 @@ fn plans_without_a_kernel_say_so_first() {
         let json = fa(&format!("{line} -n 1 --json")).json();
         assert!(json["never_run"].as_str().unwrap().contains(NOTE), "{line}");
     }
-    for line in ["plan", "plan --arch sm100 --family sm80", "plan --arch sm100 --mode bwd"] {
+    for line in [
+        "plan",
+        "plan --arch sm100 --family sm80",
+        "plan --arch sm100 --mode bwd",
+        "plan --arch sm100 --page 16",
+        "plan --arch sm100 --kv-dtype e4m3",
+        "plan --arch sm100 --mask-mod k%3!=1",
+    ] {
         assert!(!fa(line).good().contains(NOTE), "{line}");
         assert!(fa(&format!("{line} -n 1 --json")).json().get("never_run").is_none(), "{line}");
     }

@@ -223,7 +223,7 @@ mod tests {
         for (types, part) in [
             (
                 half.with_out(Dtype::F32),
-                "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet",
+                "out_dtype is f32 and dtype is f16: nothing writes O wider than a Q of 16 bits",
             ),
             (half.with_kv(Dtype::Bf16), "kv_dtype is bf16 and dtype is f16: K and V have the type of Q"),
             (fp8.with_kv(Dtype::Int8), "kv_dtype is int8 and dtype is e4m3: K and V have the type of Q"),
@@ -236,8 +236,8 @@ mod tests {
             (fp8, "out_dtype is e4m3 and dtype is e4m3: O of an fp8 forward is wider than its codes; set"),
             (fp8.with_out(Dtype::Int8), "out_dtype is int8 and dtype is e4m3: O of an fp8 forward"),
             (Types::fp8(Dtype::Bf16).with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is e4m3"),
-            (Types::same(Dtype::Int8), "dtype is int8 and dtype is int8: of codes Q has e4m3 alone"),
-            (Types::same(Dtype::Int4), "dtype is int4 and dtype is int4: of codes Q has e4m3 alone"),
+            (Types::same(Dtype::Int8), "dtype is int8: of codes Q has e4m3 alone"),
+            (Types::same(Dtype::Int4), "dtype is int4: of codes Q has e4m3 alone"),
         ] {
             refused(BASE.with_types(types), part);
         }

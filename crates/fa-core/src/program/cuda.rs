@@ -7,11 +7,11 @@
 use std::fmt::Write;
 
 use super::affine::ScoreClass;
-use super::ahead::{Ahead, AheadForm};
-use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
+use super::cuda_names::{Rate, binary, cuda_type, unary};
+use super::cuda_printer::{Printer, owner, suffix};
 use super::cuda_tiles::{reads_pairs, tile_state};
 use super::node::{Binary, Const, Node, NodeId, Unary};
-use super::types::{Element, Type, Var};
+use super::types::{Element, Var};
 use super::whole::Program;
 use crate::Dropout;
 
@@ -20,38 +20,6 @@ pub const HEADER: &str = "mods.cuh";
 
 /// What the header of a program with weights has, by which device code knows them.
 pub const WEIGHTS: &str = "struct Weights {};";
-
-/// The part of an address that is made at a lower rate than its load: `o7_row`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Part {
-    load: NodeId,
-    rate: Rate,
-    bits: bool,
-}
-
-/// The number of an integer that counts keys and queries one by one: along a tile it is a first number and
-/// a step, whose sum is exact below 2^24 and spares a conversion for each score.
-#[derive(Clone, Copy)]
-struct Counted {
-    /// The conversion, the integer, and whether its magnitude counts.
-    id: NodeId,
-    of: NodeId,
-    magnitude: bool,
-    /// What the integer grows by with the query, and with the key.
-    by_query: i32,
-    by_key: i32,
-}
-
-struct Printer<'a> {
-    program: &'a Program,
-    counted: Vec<Counted>,
-    /// Whether a node is needed by a result.
-    used: Vec<bool>,
-    /// Whether it is kept in a struct: made at its rate, used at another.
-    kept: Vec<bool>,
-    parts: Vec<Part>,
-    text: String,
-}
 
 impl Program {
     /// The text of [`HEADER`]: the struct `Mods`, with the project's own names only.
@@ -92,19 +60,6 @@ impl Program {
 }
 
 impl Printer<'_> {
-    fn rate(&self, node: NodeId) -> Rate {
-        Rate::of(self.program.deps(node))
-    }
-
-    fn node(&self, id: NodeId) -> Node {
-        self.program.nodes()[id.index()]
-    }
-
-    /// Constants, variables and scalars are written where they are used.
-    fn is_inline(&self, id: NodeId) -> bool {
-        matches!(self.node(id), Node::Const(_) | Node::Var(_) | Node::Scalar(_))
-    }
-
     fn find_used(&mut self) {
         for (_, root) in self.program.functions() {
             self.used[root.index()] = true;
@@ -132,106 +87,6 @@ impl Printer<'_> {
                 && !rate.is_kept()
             {
                 self.find_parts(id, usize::from(array), &indices);
-            }
-        }
-    }
-
-    /// A conversion that is a first number and steps.
-    fn count_of(&self, id: NodeId) -> Option<Counted> {
-        let Node::Unary(Unary::ToF32, whole) = self.node(id) else { return None };
-        if self.rate(id) != Rate::Pair || self.program.ty(whole) != Type::I32 {
-            return None;
-        }
-        let (of, magnitude) = match self.node(whole) {
-            Node::Unary(Unary::Abs, x) => (x, true),
-            Node::Const(_)
-            | Node::Var(_)
-            | Node::Scalar(_)
-            | Node::Load(..)
-            | Node::Unary(..)
-            | Node::Binary(..)
-            | Node::Select(..) => (whole, false),
-        };
-        let (by_query, by_key) = self.steps(of, 8)?;
-        (by_query.abs() == 1 && by_key.abs() == 1).then_some(Counted { id, of, magnitude, by_query, by_key })
-    }
-
-    /// What an integer grows by with the query, and with the key, if that is the same everywhere.
-    fn steps(&self, id: NodeId, nested: u32) -> Option<(i32, i32)> {
-        let nested = nested.checked_sub(1)?;
-        match self.node(id) {
-            Node::Const(_) | Node::Scalar(_) => Some((0, 0)),
-            Node::Var(Var::Q) => Some((1, 0)),
-            Node::Var(Var::K) => Some((0, 1)),
-            Node::Var(_) => Some((0, 0)),
-            Node::Unary(Unary::Neg, x) => {
-                let (q, k) = self.steps(x, nested)?;
-                Some((-q, -k))
-            }
-            Node::Binary(op @ (Binary::Add | Binary::Sub), a, b) => {
-                let sign = if op == Binary::Add { 1 } else { -1 };
-                let (a, b) = (self.steps(a, nested)?, self.steps(b, nested)?);
-                Some((a.0 + sign * b.0, a.1 + sign * b.1))
-            }
-            Node::Unary(..) | Node::Binary(..) | Node::Load(..) | Node::Select(..) => None,
-        }
-    }
-
-    /// An integer of these operations at a query and a key.
-    fn count_at(&self, id: NodeId, query: &str, key: &str) -> String {
-        match self.node(id) {
-            Node::Var(Var::Q) => query.to_owned(),
-            Node::Var(Var::K) => key.to_owned(),
-            Node::Unary(op, x) => unary(op, Type::I32, &self.count_at(x, query, key)),
-            Node::Binary(op, a, b) => {
-                binary(op, Type::I32, &self.count_at(a, query, key), &self.count_at(b, query, key), None)
-            }
-            Node::Const(_) | Node::Var(_) | Node::Scalar(_) | Node::Load(..) | Node::Select(..) => {
-                self.value(id, Rate::Tile)
-            }
-        }
-    }
-
-    /// Rows and columns that have the first numbers and steps of what is counted along a tile.
-    fn counts(&mut self) {
-        if self.counted.is_empty() {
-            return;
-        }
-        self.text
-            .push_str("\n    // Numbers that grow by one along a tile, from its first key or query on.\n");
-        self.text.push_str("    struct Counts {};\n");
-        for (name, index, is_row) in [("Row", "q", true), ("Column", "k", false)] {
-            let own = name.to_lowercase();
-            // From the other's first it is the number, from one's own first the step.
-            let _ = writeln!(
-                self.text,
-                "    template <bool Steps>\n    __device__ __forceinline__ {name} {own}_from(int {index}, \
-                 int first) const {{\n        {name} {own} = this->{own}({index});"
-            );
-            for counted in self.counted.clone() {
-                let (query, key) = if is_row { (index, "first") } else { ("first", index) };
-                let number = self.count_at(counted.of, query, key);
-                let step = if is_row { counted.by_query } else { counted.by_key };
-                let sign = if step < 0 { "-" } else { "" };
-                let _ = writeln!(
-                    self.text,
-                    "        {own}.c{} = Steps ? {sign}static_cast<float>({index} - first) : \
-                     static_cast<float>({number});",
-                    counted.id.index()
-                );
-            }
-            let _ = writeln!(self.text, "        return {own};\n    }}");
-        }
-    }
-
-    /// The parts of the address of a load that is made for each score.
-    fn find_parts(&mut self, load: NodeId, array: usize, indices: &[Option<NodeId>]) {
-        let rates: Vec<_> = indices.iter().flatten().map(|&index| self.rate(index)).collect();
-        let is_bits = self.program.arrays()[array].element == Element::Bits;
-        for rate in [Rate::Tile, Rate::Row, Rate::Column] {
-            if rates.contains(&rate) {
-                let bits = is_bits && rates.last() == Some(&rate);
-                self.parts.push(Part { load, rate, bits });
             }
         }
     }
@@ -330,49 +185,6 @@ impl Printer<'_> {
         }
         self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
-    }
-
-    /// An exponent that is a product of what is counted along a tile and a factor that all of a tile's scores
-    /// share: the number, the factor, and whether the product is negated.
-    fn counted_product(&self) -> Option<(NodeId, NodeId, bool)> {
-        let exponent = self.program.exponent()?;
-        let (product, negated) = match self.node(exponent) {
-            Node::Unary(Unary::Neg, x) => (x, true),
-            Node::Unary(..)
-            | Node::Binary(..)
-            | Node::Select(..)
-            | Node::Load(..)
-            | Node::Const(_)
-            | Node::Var(_)
-            | Node::Scalar(_) => (exponent, false),
-        };
-        let Node::Binary(Binary::Mul, a, b) = self.node(product) else { return None };
-        [(a, b), (b, a)].into_iter().find_map(|(number, factor)| {
-            let is_counted = self.counted.iter().any(|own| own.id == number && !own.magnitude);
-            (is_counted && self.rate(factor) == Rate::Tile).then_some((number, factor, negated))
-        })
-    }
-
-    /// Such an exponent by the products of its factor with the first number and with the step: an operation
-    /// less for each score. What the first product is rounded by is left where the number is small. Factors
-    /// of at most 8 are taken, for which that is at most 2e-4 of a probability.
-    fn folded(&mut self) {
-        let Some((number, factor, negated)) = self.counted_product() else { return };
-        let number = number.index();
-        let factor = self.value(factor, Rate::Score);
-        let sign = if negated { "-" } else { "" };
-        let _ = writeln!(
-            self.text,
-            "\n    // The exponent by products with a first number and a step, where the factor is so\n    \
-             // small that what the first is rounded by has no influence.\n    \
-             __device__ __forceinline__ bool folds() const {{ return abs_of({factor}) <= 8.f; }}\n    \
-             template <bool Transposed>\n    \
-             __device__ __forceinline__ float folded(const Row& row, const Column& column) const {{\n        \
-             const float first = Transposed ? column.c{number} : row.c{number};\n        \
-             const float step = Transposed ? row.c{number} : column.c{number};\n        \
-             const float factor = {sign}{factor};\n        \
-             return fmaf(step, factor, first * factor);\n    }}"
-        );
     }
 
     /// Whether no score can be -inf: what is added has neither elements of rows or keys, which may be, nor
@@ -527,7 +339,7 @@ impl Printer<'_> {
     }
 
     /// The body of a function of a score, or of a pair, which returns `root`; `given` is a parameter.
-    fn body(&mut self, root: NodeId, given: Option<NodeId>) {
+    pub(super) fn body(&mut self, root: NodeId, given: Option<NodeId>) {
         let mut needed = vec![false; self.used.len()];
         needed[root.index()] = true;
         for index in (0..needed.len()).rev() {
@@ -547,87 +359,6 @@ impl Printer<'_> {
         let rate = self.rate(root);
         let result = self.value(root, if rate.is_kept() { Rate::Score } else { rate });
         let _ = writeln!(self.text, "        return {result};\n    }}");
-    }
-
-    /// What reads the elements of a load before the scores are there, and the score by one of them.
-    fn ahead(&mut self, Ahead { load, form, bytes }: Ahead) {
-        let (Node::Load(array, _), Some(score)) = (self.node(load), self.program.score()) else { return };
-        let decl = &self.program.arrays()[usize::from(array)];
-        let (form, step) = match form {
-            AheadForm::Keys => ("Keys", 1),
-            AheadForm::Distances { by_query: true } => ("Distances", 1),
-            AheadForm::Distances { by_query: false } => ("Distances", -1),
-        };
-        let value = match decl.element {
-            Element::F16 => "unpack_low<Dtype::F16>(bits)",
-            Element::Bf16 => "unpack_low<Dtype::Bf16>(bits)",
-            Element::F32 | Element::I32 | Element::U8 | Element::Bool | Element::Bits => {
-                "float_of_bits(bits)"
-            }
-        };
-        let offsets: Vec<String> = self
-            .parts
-            .iter()
-            .filter(|part| part.load == load && part.rate != Rate::Column)
-            .map(|part| format!("{}o{}_{}", owner(part.rate), load.index(), suffix(part.rate)))
-            .collect();
-        let offset = if offsets.is_empty() { "0".to_owned() } else { offsets.join(" + ") };
-        let _ = write!(
-            self.text,
-            "\n    // What is read before the scores are there.\n    \
-             static constexpr AheadForm kAhead = AheadForm::{form};\n    \
-             static constexpr int kAheadBytes = {bytes}, kAheadAxis = {}, kAheadStep = {step};\n    \
-             __device__ __forceinline__ const ProgramArray& ahead_array() const {{ return \
-             params.arrays[{array}]; }}\n    \
-             __device__ __forceinline__ i64 ahead_offset(const Row& row) const {{ return {offset}; }}\n    \
-             __device__ __forceinline__ static float ahead_value(u32 bits) {{ return {value}; }}\n    \
-             __device__ __forceinline__ int ahead_index(const Row& row, const Column& column) const {{\n",
-            decl.rank - 1
-        );
-        if let Some(last) = self.node(load).operands().last() {
-            self.body(last, None);
-        }
-        if decl.aligned {
-            self.text.push_str("    struct AlignedRows {};\n");
-        }
-        let _ = writeln!(
-            self.text,
-            "    __device__ __forceinline__ float score(float s, const Row& row, const Column& column, float \
-             n{}) const {{",
-            load.index()
-        );
-        self.body(score, Some(load));
-        if let Some(exponent) = self.program.exponent() {
-            let _ = writeln!(
-                self.text,
-                "    __device__ __forceinline__ float exponent(const Row& row, const Column& column, float \
-                 n{}) const {{",
-                load.index()
-            );
-            self.body(exponent, Some(load));
-        }
-    }
-
-    /// A node's value as code at `rate` names it.
-    fn value(&self, id: NodeId, at: Rate) -> String {
-        let index = id.index();
-        match self.node(id) {
-            Node::Const(value) => literal(value),
-            Node::Scalar(scalar) => scalar_of(scalar, self.program.ty(id)),
-            Node::Var(var) => variable(var, at),
-            Node::Load(..) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => {
-                let own = self.rate(id);
-                if own.is_kept() && own != at {
-                    format!("{}v{index}", owner(own))
-                } else {
-                    format!("n{index}")
-                }
-            }
-        }
-    }
-
-    fn is_counted(&self, id: NodeId) -> bool {
-        self.counted.iter().any(|counted| counted.id == id)
     }
 
     fn expression(&self, id: NodeId, at: Rate) -> String {
@@ -656,83 +387,5 @@ impl Printer<'_> {
 
     fn is_log2e(&self, id: NodeId) -> bool {
         self.node(id) == Node::Const(Const::F32(std::f32::consts::LOG2_E.to_bits()))
-    }
-
-    fn load(&self, id: NodeId, array: usize, at: Rate) -> String {
-        let rate = self.rate(id);
-        let bits = self.program.arrays()[array].element == Element::Bits;
-        let last = self.node(id).operands().last().map(|index| self.rate(index));
-        let mut offsets = Vec::new();
-        let mut bit = String::new();
-        if rate.is_kept() {
-            offsets.push(self.all_offsets(id, at));
-        } else {
-            for part in self.parts.iter().filter(|part| part.load == id) {
-                offsets.push(format!("{}o{}_{}", owner(part.rate), id.index(), suffix(part.rate)));
-                if part.bits {
-                    bit = format!("{}bit{}", owner(part.rate), id.index());
-                }
-            }
-            let own = self.offset(id, rate, at);
-            if !own.is_empty() {
-                offsets.push(own);
-            }
-        }
-        if bits && bit.is_empty() {
-            bit = self.bit(id, last.map_or(at, |_| at));
-        }
-        let element = element(self.program.arrays()[array].element);
-        let bit = if bits { format!(", {bit}") } else { String::new() };
-        format!("load_{element}(params.arrays[{array}], {}{bit})", offsets.join(" + "))
-    }
-
-    /// The sum of the offsets of the indices that are made at `rate`; for a load of scores, of the rest.
-    fn offset(&self, load: NodeId, rate: Rate, at: Rate) -> String {
-        self.offsets(load, at, |index| {
-            let own = self.rate(index);
-            own == rate || (!rate.is_kept() && !own.is_kept())
-        })
-    }
-
-    fn all_offsets(&self, load: NodeId, at: Rate) -> String {
-        self.offsets(load, at, |_| true)
-    }
-
-    fn offsets(&self, load: NodeId, at: Rate, takes: impl Fn(NodeId) -> bool) -> String {
-        let Node::Load(array, indices) = self.node(load) else { return String::new() };
-        let decl = &self.program.arrays()[usize::from(array)];
-        let mut terms = Vec::new();
-        for (axis, index) in indices.iter().enumerate().filter_map(|(axis, index)| Some((axis, (*index)?))) {
-            if takes(index) {
-                let is_bit = decl.element == Element::Bits && axis + 1 == decl.rank;
-                let function = if is_bit { "word_offset" } else { "axis_offset" };
-                terms.push(format!("{function}<{axis}>(params.arrays[{array}], {})", self.value(index, at)));
-            }
-        }
-        terms.join(" + ")
-    }
-
-    fn bit(&self, load: NodeId, at: Rate) -> String {
-        let Node::Load(array, _) = self.node(load) else { return String::new() };
-        let axis = self.program.arrays()[usize::from(array)].rank - 1;
-        let index = self.node(load).operands().last().map_or_else(String::new, |x| self.value(x, at));
-        format!("bit_index<{axis}>(params.arrays[{array}], {index})")
-    }
-}
-
-const fn suffix(rate: Rate) -> &'static str {
-    match rate {
-        Rate::Tile => "tile",
-        Rate::Row => "row",
-        Rate::Column => "column",
-        Rate::Pair | Rate::Score => "score",
-    }
-}
-
-const fn owner(rate: Rate) -> &'static str {
-    match rate {
-        Rate::Row => "row.",
-        Rate::Column => "column.",
-        Rate::Tile | Rate::Pair | Rate::Score => "",
     }
 }

@@ -63,7 +63,7 @@ pub struct ArrayView<'a> {
 }
 
 impl<'a> ArrayView<'a> {
-    /// A view of contiguous elements.
+    /// A view of contiguous elements; `extents`: the indices of each axis that the program declares.
     pub fn contiguous(data: ArrayData<'a>, extents: &[usize]) -> ArrayView<'a> {
         let mut view = ArrayView { data, strides: [0; MAX_RANK], extents: [1; MAX_RANK] };
         let mut stride = 1i64;
@@ -131,6 +131,16 @@ pub enum InputError {
         takes: &'static str,
         /// The one given.
         given: &'static str,
+    },
+    /// Indices along axes that the program does not declare.
+    #[error("the array `{name}` has {given} axes, the program declares {takes}")]
+    Axes {
+        /// The array.
+        name: String,
+        /// The axes that it is declared with.
+        takes: usize,
+        /// Those that it has.
+        given: usize,
     },
     /// An array without elements: there is none to which an index could be clamped.
     #[error("the array `{name}` has no element along axis {axis}")]
@@ -231,6 +241,10 @@ fn check_array(decl: &ArrayDecl, array: &ArrayView<'_>) -> Result<(), InputError
     if array.data.element() != decl.element {
         let (takes, given) = (decl.element.name(), array.data.element().name());
         return Err(InputError::Element { name: name(), takes, given });
+    }
+    if let Some(last) = array.extents.iter().rposition(|&extent| extent > 1).filter(|&axis| axis >= decl.rank)
+    {
+        return Err(InputError::Axes { name: name(), takes: decl.rank, given: last + 1 });
     }
     let (mut first, mut last) = (0i64, 0i64);
     for axis in 0..decl.rank {

@@ -185,6 +185,21 @@ fn classes_and_slopes() {
 }
 
 #[test]
+fn arrays_have_the_axes_that_they_are_declared_with() {
+    let program = parsed("array t: f32[_, _]; s + t[q, k]");
+    let data = [1.0; 24];
+    let given = |extents: &[usize]| {
+        let array = ArrayView::contiguous(ArrayData::F32(&data), extents);
+        Inputs::new(&program, vec![array], vec![]).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(given(&[4, 6]), Ok(()));
+    assert_eq!(given(&[4, 6, 1]), Ok(()));
+    assert_eq!(given(&[1, 4, 6]), Err("the array `t` has 3 axes, the program declares 2".into()));
+    assert_eq!(given(&[4, 0]), Err("the array `t` has no element along axis 1".into()));
+    assert_eq!(given(&[5, 6]), Err("the array `t` reaches element 29 of 24".into()));
+}
+
+#[test]
 fn standard_programs_join_those_of_users() {
     let bias = Standard::Bias { element: BiasElement::Bf16, gradient: true };
     for (standard, arrays, is_mask) in [

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
 
-use crate::jit::source::PLACE;
+use crate::jit::entries::PLACE;
 
 /// Digits of a code hash: 64 bits, beyond any accident.
 const DIGITS: usize = 16;

@@ -13,6 +13,7 @@ pub(crate) mod config;
 pub(crate) mod cubin;
 pub(crate) mod declare;
 pub(crate) mod dropout_params;
+pub(crate) mod entries;
 pub(crate) mod hash;
 pub(crate) mod headers;
 pub(crate) mod merge_params;

@@ -12,9 +12,10 @@ use serde::{Deserialize, Serialize};
 use crate::jit::bundle::{BundledCubin, BundledKernel, MANIFEST, Manifest, source_hash};
 use crate::jit::cache::Cache;
 use crate::jit::compile::Compiler;
+use crate::jit::entries::{DROPOUT, MERGE, append_entry, entries_of_programs};
 use crate::jit::hash::hash;
 use crate::jit::report::Report;
-use crate::jit::source::{DROPOUT, MERGE, Source, append_entry, entries_of_programs};
+use crate::jit::source::Source;
 use crate::{Error, Headers, atomic_file, smem_bytes};
 
 /// One spec for one architecture, as planned and as compiled.

@@ -11,8 +11,8 @@ use fa_core::{Append, DescaleForm, Dtype, QueryPositions, RotaryPairs, Side, Sid
 use crate::Error;
 use crate::jit::append_params::{AppendCodes, AppendCodesParams, AppendDescales, AppendParams};
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
+use crate::jit::entries::{APPEND_SMEM, APPEND_THREADS};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
-use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape, step_of};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;

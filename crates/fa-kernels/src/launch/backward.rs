@@ -7,12 +7,12 @@ use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_hea
 
 use crate::Error;
 use crate::jit::array_gradients::ArrayGradient;
-use crate::jit::params::{BwdParams, PlanParams};
-use crate::jit::program_params::{BlockMapParams, WithPrograms};
-use crate::jit::source::{
+use crate::jit::entries::{
     ARRAY_SUM, ARRAY_SUM_THREADS, DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS,
     POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS, sums_dq,
 };
+use crate::jit::params::{BwdParams, PlanParams};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};

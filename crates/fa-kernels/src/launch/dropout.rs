@@ -10,7 +10,7 @@ use fa_core::Kept;
 use crate::Error;
 use crate::jit::declare::{ConstPtr, MutU32Ptr};
 use crate::jit::dropout_params::DropoutParams;
-use crate::jit::source::DROPOUT_THREADS;
+use crate::jit::entries::DROPOUT_THREADS;
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;
 

@@ -5,9 +5,9 @@ use fa_core::{Arch, KernelSpec, LaunchPlan, Pass, Problem};
 use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in_clusters, page_part};
 
 use crate::Error;
+use crate::jit::entries::{COMBINE, COMBINE_THREADS, MAP, MAP_THREADS, combine_smem};
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
-use crate::jit::source::{COMBINE, COMBINE_THREADS, MAP, MAP_THREADS, combine_smem};
 use crate::launch::checks::count;
 use crate::launch::extras::{cache_params, mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};

@@ -11,6 +11,7 @@ use crate::Error;
 use crate::jit::array_gradients::{ARRAY_TILE, ArrayGradient};
 use crate::jit::cache_params::CacheParams;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
+use crate::jit::entries::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
@@ -19,7 +20,6 @@ use crate::jit::program_params::{
     ArrayGradientParams, BackwardParams, BlockMapParams, FEW_ARRAYS, ForwardParams, ManyArrays,
     ProgramParams, StoredParams, WithPrograms,
 };
-use crate::jit::source::{ARRAY_GRADIENTS, ARRAY_SUM, ARRAY_SUM_THREADS, ENTRY};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;

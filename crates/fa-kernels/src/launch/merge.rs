@@ -9,9 +9,9 @@ use fa_core::{Dtype, Merge, Strides};
 
 use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr};
+use crate::jit::entries::MERGE_THREADS;
 use crate::jit::merge_params::{MergeParams, MergePart as PartParams, MergeParts};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
-use crate::jit::source::MERGE_THREADS;
 use crate::launch::args::{Element, Input, Output, RawTensor, STEP, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;

@@ -12,8 +12,8 @@ use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
 use crate::jit::array_gradients::array_gradient_smem;
+use crate::jit::entries::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries_of_programs};
 use crate::jit::hash::hash;
-use crate::jit::source::{ARRAY_GRADIENTS, ENTRY, PLAN_SMEM, entries_of_programs};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 

@@ -6,10 +6,10 @@ use fa_core::{Arch, KernelSpec, Problem};
 
 use crate::Error;
 use crate::jit::array_gradients::{ARRAY_TILE, ArrayGradient, array_gradient_smem};
-use crate::jit::program_params::BlockMapParams;
-use crate::jit::source::{
+use crate::jit::entries::{
     ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS, MASK_BITS, ORDER, ORDER_THREADS, mask_bits_threads, orders_lists,
 };
+use crate::jit::program_params::BlockMapParams;
 use crate::launch::checks::count;
 use crate::launch::launches::Launch;
 use crate::launch::varied::PlanBounds;

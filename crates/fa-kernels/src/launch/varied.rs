@@ -4,8 +4,8 @@ use fa_core::spec::{Scheduler, Traits};
 use fa_core::{KernelSpec, Problem};
 
 use crate::Error;
+use crate::jit::entries::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_in_clusters};
 use crate::jit::params::PlanParams;
-use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_in_clusters};
 use crate::launch::checks::count;
 use crate::launch::launches::{Launch, Step};
 

@@ -9,6 +9,7 @@ mod errors;
 mod generated;
 mod launches;
 mod launches_beside;
+mod launches_divided;
 mod programs;
 mod shipped;
 mod tensor_memory;

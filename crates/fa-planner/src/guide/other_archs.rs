@@ -325,7 +325,7 @@ fn row_cells(row: &Row) -> [String; 10] {
         row.blocks_per_sm.to_string(),
         row.regs.to_string(),
         format!("{:.1}", f64::from(row.smem_bytes) / 1024.0),
-        row.tmem_columns.to_string(),
+        if row.tmem_columns > 0 { row.tmem_columns.to_string() } else { "-".into() },
         format!("{:.0}", row.tflops),
     ]
 }

@@ -130,18 +130,20 @@ impl Tried {
     ) -> Result<Tried, ReportError> {
         let tcgen05 = arch.has_tcgen05() && pass == Pass::Forward;
         let native = if tcgen05 { PlanFamily::Sm100 } else { PlanFamily::Kernels(Family::native(arch)) };
+        let kernels = |family| {
+            let options = PlanOptions::default().with_family(family).with_board(board).with_pass(pass);
+            Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
+        };
         let is_named = family.is_some();
         match family.unwrap_or(native) {
-            PlanFamily::Kernels(family) => {
-                // None named: the families in the library's order.
-                let options = PlanOptions::default()
-                    .with_family(is_named.then_some(family))
-                    .with_board(board)
-                    .with_pass(pass);
-                Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
-            }
+            // None named: the families in the library's order.
+            PlanFamily::Kernels(family) => kernels(is_named.then_some(family)),
             PlanFamily::Sm100 if pass.is_backward() => Err(ReportError::Sm100Backward),
-            PlanFamily::Sm100 => Ok(Tried::Sm100(sm100::explore(problem, arch, None, board)?)),
+            PlanFamily::Sm100 => match sm100::explore(problem, arch, None, board) {
+                // What is chosen there in any case has the code.
+                Err(PlanError::NoCode { .. }) if !is_named => kernels(None),
+                set => Ok(Tried::Sm100(set?)),
+            },
         }
     }
 

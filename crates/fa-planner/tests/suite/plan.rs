@@ -313,7 +313,8 @@ fn refusals_say_what_works() {
             options.clone(),
             "a latent problem (576-512",
         ),
-        (BASE.with_head_dim(33), Arch::Sm90, options.clone(), "multiples of 8"),
+        (BASE.with_head_dim(33), Arch::Sm90, options.clone(), "multiples of 8 from 8 to 576"),
+        (BASE.with_head_dim(33), Arch::Sm80, options.clone(), "multiples of 8 from 8 to 256"),
         (BASE.with_heads_kv(3), Arch::Sm90, options.clone(), "heads_kv = 3"),
         (BASE, Arch::Sm80, PlanOptions::default().with_family(Some(Family::Sm90)), "do not run on sm80"),
     ] {

@@ -87,9 +87,9 @@ that name 2048 rows each
   fa bench --append --backend cpu
   fa bench --append --backend cuda --json append.json
 
-Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
-times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \
-and of peers.";
+Rates count 4 operations per visible (query, key) pair and element of the head dim, where pairs that a \
+program alone hides count as visible; the backward counts 2.5 times that. Decoding is measured by the bytes \
+of K and V, as replays of a CUDA graph of several calls, of us and of peers.";
 
 /// Flags of `fa bench` that apply to the GPU only.
 #[derive(Clone, Debug, Default, Args)]

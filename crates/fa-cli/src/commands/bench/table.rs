@@ -69,7 +69,7 @@ fn rows(report: &Report) -> String {
             row.shape.heads(),
             row.shape.batch.to_string(),
             row.shape.rows(),
-            row.shape.mask.clone(),
+            row.shape.mask_and_scores(),
             row.shape.types(),
             row.spec.clone(),
         ]);

@@ -14,6 +14,7 @@ use fa_core::{Arch, ArchLimits, Dtype, Family, KernelSpec, Problem, Sm100Fwd};
 use serde::Serialize;
 
 use crate::account::code::Code;
+use crate::account::missing_code;
 use crate::account::reason::Reason;
 use crate::cost::predicted::StepClocks;
 use crate::cost::{Cost, CostConstants};
@@ -90,9 +91,6 @@ pub fn explore(
     if !problem.types.q.is_half() {
         return Err(PlanError::Dtype(problem.types.q));
     }
-    if problem.types.kv.is_code() {
-        return Err(PlanError::KvDtype(problem.types.kv));
-    }
     if problem.latent {
         let Problem { head_dim, head_dim_v, .. } = *problem;
         return Err(PlanError::Latent {
@@ -107,6 +105,11 @@ pub fn explore(
     }
     let head_dim = padded("head_dim", problem.head_dim)?;
     let head_dim_v = padded("head_dim_v", problem.head_dim_v)?;
+    // All shapes have the same code.
+    let spec = candidates::candidates(head_dim, head_dim_v).next().map(|tile| tile.spec(problem));
+    if let Some(what) = spec.as_ref().and_then(missing_code) {
+        return Err(PlanError::NoCode { kernel: "sm100_fwd", what });
+    }
     let constants = constants.unwrap_or(CostConstants::of(arch));
     let limits = board.unwrap_or(*arch.limits());
     let mut set = Sm100Set { plans: Vec::new(), rejected: Vec::new() };
@@ -184,7 +187,8 @@ impl Sm100Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::{Mask, Types};
+    use fa_core::program::Program;
+    use fa_core::{Lengths, Mask, ScoreMod, Side, Types};
 
     #[test]
     fn two_query_tiles_win_where_they_fit() {
@@ -208,5 +212,14 @@ mod tests {
         assert!(matches!(explore(&latent, Arch::Sm100, None, None), Err(PlanError::Latent { .. })));
         let fp8 = problem.with_types(Types::fp8(Dtype::Bf16));
         assert!(matches!(explore(&fp8, Arch::Sm100, None, None), Err(PlanError::NoFp8 { .. })));
+        let codes = problem.with_types(Types::same(Dtype::F16).with_kv(Dtype::Int8));
+        let paged = problem.with_lengths(Lengths::of(4, Side::padded(1), Side::paged(16, 64, 256)));
+        let bias = Program::parse("array a: f16[_]; s + a[k]").expect("a program").intern().expect("room");
+        let program = problem.with_score(ScoreMod::NONE.with_program(Some(bias)));
+        for (problem, lacks) in [(codes, "K and V in codes"), (paged, "keys in pages"), (program, "programs")]
+        {
+            let found = explore(&problem, Arch::Sm100, None, None);
+            assert_eq!(found.err(), Some(PlanError::NoCode { kernel: "sm100_fwd", what: lacks }));
+        }
     }
 }
