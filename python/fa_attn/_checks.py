@@ -209,6 +209,12 @@ def array(name, value):
     raise no_array(name, f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__)
 
 
+def check_unmasked(kind):
+    """Refuses arrays of numpy whose single elements may count for nothing."""
+    if kind.__module__.startswith("numpy.ma"):
+        raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
+
+
 def no_array(name, kind):
     """The error for what is no array."""
     return InputTypeError(
