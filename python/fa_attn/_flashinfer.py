@@ -12,7 +12,7 @@ import torch
 from ._checks import array, check_ascending, count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._programs import Program
-from ._torch_memory import is_plain
+from ._torch_memory import is_lasting
 
 LOG2_E = math.log2(math.e)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -294,7 +294,7 @@ def rotated(x, places, scores):
 
 def alibi(q):
     """ALiBi's slopes times the distance from a query to a key, which are counted from the first of each."""
-    return (_alibi if is_plain(q) else _alibi.__wrapped__)(q.shape[-2], q.device)
+    return (_alibi if is_lasting(q) else _alibi.__wrapped__)(q.shape[-2], q.device)
 
 
 @lru_cache(maxsize=None)

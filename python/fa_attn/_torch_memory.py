@@ -34,7 +34,7 @@ STRIDED = torch.strided
 FLOAT = torch.float32
 
 
-def is_plain(x):
+def is_lasting(x):
     """Whether what is made beside a tensor serves later calls: what a trace, a mode or a compiler makes is of
     that call alone."""
     return type(x) in PLAIN and not (is_compiling() or is_tracing() or count_modes())

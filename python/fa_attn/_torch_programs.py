@@ -25,7 +25,7 @@ from ._torch_memory import (
     detached,
     goes_by_operator,
     is_compiling,
-    is_plain,
+    is_lasting,
     is_plain,
     is_transforming,
     lse_shape,
@@ -406,7 +406,7 @@ def packed_bits(mask):
         # vmap does not see bytes as words.
         weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
         return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
-    is_kept = is_plain(mask) and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_kept = is_lasting(mask) and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     weights = (_weights if is_kept else _weights.__wrapped__)(mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)

@@ -300,3 +300,29 @@ def test_numbers_stay_open_in_exported_programs(module, strict):
     program = torch.export.export(module(), arguments(20), dynamic_shapes=shapes, strict=strict).module()
     for n in (20, 31, 45):
         compare(program(*arguments(n)), module()(*arguments(n)))
+
+
+def test_a_graph_of_jagged_tensors_does_not_ask_for_their_longest():
+    """A graph that makes them, and one that gets them, of several lengths."""
+
+    def made(values, offsets):
+        return whole(torch.nested.nested_tensor_from_jagged(values, offsets))
+
+    def whole(x):
+        x = x.transpose(1, 2)
+        return fa_attn.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+
+    torch._dynamo.reset()
+    given = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    for call in (
+        torch.compile(made, backend="aot_eager", fullgraph=True),
+        lambda values, offsets: given(torch.nested.nested_tensor_from_jagged(values, offsets)),
+    ):
+        for lengths in ((3, 4), (9, 0, 2)):
+            offsets = torch.tensor([0, *lengths]).cumsum(0)
+            values = rows(sum(lengths), 2, 16).requires_grad_()
+            found = call(values, offsets).values()
+            cu, most = offsets.int(), max(lengths)
+            want = fa_attn.flash_attn_varlen_func(values, values, values, cu, cu, most, most, causal=True)
+            torch.testing.assert_close(found, want)
+            torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values) for x in (found, want)))
