@@ -150,8 +150,12 @@ def flag(name, value):
         # A comparison of lengths that torch.compile knows as symbols becomes a guard.
         return bool(value)
     is_number = is_whole(value) or isinstance(value, float) or is_scalar(value)
-    if value is None or (is_number and value in (0, 1)):
-        return bool(value)
+    try:
+        if value is None or (is_number and value in (0, 1)):
+            return bool(value)
+    except TypeError:
+        # What jax traces has no value yet.
+        pass
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 
 
