@@ -400,6 +400,14 @@ def packed_bits(mask):
         mask = mask.full_tensor()
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
+    if is_compiling() and not is_transforming():
+        # One graph serves all lengths: those of one word and of several, and those that 32 divides.
+        words = (mask.shape[-1] + 63) // 32
+        places = torch.arange(32 * words, device=mask.device)
+        last = mask.shape[-1] - 1
+        bits = mask.index_select(-1, places.clamp(max=last)) & (places <= last)
+        weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
+        return (bits.unflatten(-1, (words, 32)) * weights).sum(-1, dtype=torch.int32)
     if mask.shape[-1] % 32:
         mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
     if is_transforming():

@@ -326,3 +326,29 @@ def test_a_graph_of_jagged_tensors_does_not_ask_for_their_longest():
             want = fa_attn.flash_attn_varlen_func(values, values, values, cu, cu, most, most, causal=True)
             torch.testing.assert_close(found, want)
             torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values) for x in (found, want)))
+
+
+def test_one_graph_serves_masks_of_all_lengths():
+    """Whether their words are one or several, and 32 divides the lengths or not."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def call(q, seen):
+        return fa_attn.flash_attn_func(q, q, q, mask=seen)
+
+    def given(length):
+        return rows(1, length, 2, 16), rows(length, length) > -0.5
+
+    class Module(torch.nn.Module):
+        def forward(self, q, seen):
+            return call(q, seen)
+
+    length = torch.export.Dim("length", min=2, max=ROOM + 40)
+    exported = torch.export.export(Module(), given(9), dynamic_shapes=({1: length}, {0: length, 1: length}))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for length in (9, 32, 33, 64, 31, 96, 2):
+        want = call(*given(length))
+        torch.testing.assert_close(exported.module()(*given(length)), want)
+        torch.testing.assert_close(compiled(*given(length)), want)
+    assert counter.frame_count == 1
