@@ -45,7 +45,7 @@ numbers_of._dynamo_marked_constant = _of_hex._dynamo_marked_constant = True
 
 
 def probability(p):
-    """dropout_p as a float: of what torch.compile has made a symbol its value, for which the graph then is."""
+    """dropout_p as a float: of a symbol of torch.compile its value, for which the graph then is."""
     p = 0.0 if p is None else number("dropout_p", p)
     return _of_hex(p.hex())
 
