@@ -150,8 +150,12 @@ def flag(name, value):
         # A comparison of lengths that torch.compile knows as symbols becomes a guard.
         return bool(value)
     is_number = is_whole(value) or isinstance(value, float) or is_scalar(value)
-    if value is None or (is_number and value in (0, 1)):
-        return bool(value)
+    try:
+        if value is None or (is_number and value in (0, 1)):
+            return bool(value)
+    except TypeError:
+        # What jax traces has no value yet.
+        pass
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 
 
@@ -207,6 +211,12 @@ def array(name, value):
             f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
         ) from None
     raise no_array(name, f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__)
+
+
+def check_unmasked(kind):
+    """Refuses arrays of numpy whose single elements may count for nothing."""
+    if kind.__module__.startswith("numpy.ma"):
+        raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
 
 
 def no_array(name, kind):

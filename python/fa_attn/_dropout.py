@@ -36,8 +36,18 @@ def numbers_of(p):
     return rounded(1.0 / keep), math.floor(keep * 255.0)
 
 
+def _of_hex(text):
+    return float.fromhex(text)
+
+
 # Called by torch.compile where it traces, not traced.
-numbers_of._dynamo_marked_constant = True
+numbers_of._dynamo_marked_constant = _of_hex._dynamo_marked_constant = True
+
+
+def probability(p):
+    """dropout_p as a float: of a symbol of torch.compile its value, for which the graph then is."""
+    p = 0.0 if p is None else number("dropout_p", p)
+    return _of_hex(p.hex())
 
 
 def halves(rng_state):
@@ -57,7 +67,7 @@ def dropping(
     mods: Optional[Modifications], q: Any, extents: Any, dropout_p: Any, rng_state: Any
 ) -> Optional[Modifications]:
     """A call's modifications with dropout; `extents()` is what the bits are indexed by."""
-    p = 0.0 if dropout_p is None else number("dropout_p", dropout_p)
+    p = probability(dropout_p)
     if p == 0.0:
         if rng_state is not None:
             raise InputError("rng_state without dropout_p: nothing is random, leave it out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Dict
 
-from ._checks import no_array
+from ._checks import check_unmasked, no_array
 from ._core import InputTypeError
 
 _KNOWN: Dict[type, Any] = {}
@@ -40,6 +40,7 @@ def _find(kind, name):
     elif roots & {"jax", "jaxlib"}:
         library = "jax"
     elif "numpy" in roots:
+        check_unmasked(kind)
         library = "numpy"
     elif hasattr(kind, "__dlpack__"):
         library = "lent"

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from ._checks import check_ascending, count, flag, number
+from ._checks import array, check_ascending, count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._programs import Program
+from ._torch_memory import is_lasting
 
 LOG2_E = math.log2(math.e)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,10 +41,18 @@ def scores_of(causal, window_left, soft_cap, scale, encoding, rope_scale, rope_t
         raise InputError(f"logits_soft_cap is {cap}: it must be above 0, or 0 for none")
     if encoding == "ALIBI" and cap:
         raise UnsupportedError("logits_soft_cap with pos_encoding_mode='ALIBI': leave one of them out")
-    left = -1 if window_left is None or window_left < 0 else count("window_left", window_left)
     rope = (number("rope_scale", rope_scale), number("rope_theta", rope_theta))
-    defaults = (value if value is not None else other for value, other in zip(rope, (1.0, 1e4)))
-    return Scores(flag("causal", causal), left, cap, number("sm_scale", scale), encoding, *defaults)
+    rope = [value if value is not None else other for value, other in zip(rope, (1.0, 1e4))]
+    for name, value in zip(("rope_scale", "rope_theta"), rope):
+        if not 0.0 < value < math.inf:
+            raise InputError(f"{name} is {value}: it must be finite and above 0")
+    left = left_of(window_left)
+    return Scores(flag("causal", causal), left, cap, number("sm_scale", scale), encoding, *rope)
+
+
+def left_of(window_left):
+    """Keys to the left of a row's own that it sees, -1 for all."""
+    return -1 if window_left is None else max(-1, count("window_left", window_left, -(1 << 40)))
 
 
 def refuse(**options):
@@ -114,18 +123,48 @@ def check_buffer(name, buffer, device):
 
 def int32_of(x):
     """int32 on the tensor's device; of uint32, which torch converts on few devices, the same bits."""
-    return x.view(torch.int32) if x.dtype is torch.uint32 else x.to(torch.int32)
+    if x.dtype is torch.uint32:
+        return x.view(torch.int32)
+    if x.dtype is torch.int64 and x.device.type == "cpu":
+        # What 32 bits do not hold stays what no cache has.
+        x = x.clamp(-(2**31), 2**31 - 1)
+    return x.to(torch.int32)
 
 
-def on_host(tensor):
+def on_host(name, tensor):
+    """Integers on the host."""
+    kind = getattr(tensor, "dtype", type(tensor).__name__)
+    if not isinstance(tensor, torch.Tensor) or kind.is_floating_point or kind.is_complex:
+        raise InputTypeError(f"{name} is {kind}: it must be a tensor of integers")
     return tensor.detach().to("cpu", torch.int64)
+
+
+def pages_of(name, indices):
+    """The list of pages, checked to be one."""
+    if not isinstance(indices, torch.Tensor) or indices.dim() != 1 or indices.dtype.is_floating_point:
+        raise InputTypeError(f"{name} must be a tensor of integers, (pages,)")
+    return indices
+
+
+def copy_of(x):
+    """What a later plan reads of the caller's tensor, which may change until then."""
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def lengths_of(name, lengths, batch):
+    """Lengths on the host, checked to be one of each request."""
+    host = on_host(name, lengths)
+    if tuple(host.shape) != (batch,):
+        have = tuple(host.shape)
+        raise InputError(f"{name} has the shape {have}: it must be ({batch},), one of each request")
+    return host
 
 
 def starts_of(name, indptr, end=None):
     """Starts on the host, checked."""
     if not isinstance(indptr, torch.Tensor) or indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"{name} must be a tensor of (batch + 1,)")
-    host = on_host(indptr)
+    host = on_host(name, indptr)
     check_ascending(name, host.numpy(), int(host[-1]) if end is None else end)
     return host
 
@@ -174,6 +213,8 @@ class Pages:
         counts = indptr.diff()
         self.page_size = page_size
         batch, most = counts.shape[0], int(counts.max()) if counts.numel() else 0
+        if (lengths < 0).any():
+            raise InputError(f"a sequence has {int(lengths.min())} keys: at least 0")
         if (lengths > counts * page_size).any():
             raise InputError(
                 f"a sequence has {int(lengths.max())} keys: its pages of {page_size} do not hold as many"
@@ -194,7 +235,7 @@ class Pages:
                 if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
                     buffer[: value.shape[0]].copy_(value)
         # Entries behind a sequence's pages name any page; none is read.
-        indices = indices.to(self.device, torch.int32)
+        indices = int32_of(indices).to(self.device)
         at = indptr[:-1, None].to(self.device) + torch.arange(max(most, 1), device=self.device)
         made = at.new_zeros(at.shape, dtype=torch.int32)
         if indices.shape[0]:
@@ -223,15 +264,27 @@ def places_of(lengths, total):
     return sequence, rows - starts[sequence], starts
 
 
-def page_lengths(indptr, last, page_size):
-    """Keys of sequences, of starts and last pages' lengths on the host."""
+def page_lengths(indptr, name, last, page_size):
+    """Keys of sequences, of their starts on the host and their last pages' lengths."""
     counts = indptr.diff()
+    last = lengths_of(name, last, counts.shape[0])
+    outside = (counts > 0) & ((last < 0) | (last > page_size))
+    if outside.any():
+        at = int(outside.nonzero()[0])
+        raise InputError(
+            f"{name}[{at}] is {int(last[at])}: it must be from 0 to {page_size}, the rows of a page"
+        )
     return torch.where(counts > 0, (counts - 1) * page_size + last, 0)
 
 
 def rotated(x, places, scores):
     """x (rows, heads, head_dim) turned by its rows' places, halves paired, as LLaMA's."""
     half = x.shape[-1] // 2
+    if x.shape[-1] % 2:
+        raise InputError(
+            f"pos_encoding_mode='ROPE_LLAMA' with a head_dim of {x.shape[-1]}: it turns pairs, give an even "
+            "one"
+        )
     steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
     angles = places[:, None].float() * (scores.rope_theta**-steps / scores.rope_scale)
     c, s = angles.cos()[:, None], angles.sin()[:, None]
@@ -239,9 +292,13 @@ def rotated(x, places, scores):
     return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
 
 
-@lru_cache(maxsize=None)
-def alibi(heads, device):
+def alibi(q):
     """ALiBi's slopes times the distance from a query to a key, which are counted from the first of each."""
+    return (_alibi if is_lasting(q) else _alibi.__wrapped__)(q.shape[-2], q.device)
+
+
+@lru_cache(maxsize=None)
+def _alibi(heads, device):
     whole = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
@@ -339,7 +396,7 @@ def program_of(jit_args):
     return Program.of_score(jit_args)
 
 
-def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mask=None, program=None):
+def keywords(scores, q, *, q_scale=None, k_scale=None, descales=None, mask=None, program=None):
     """The keyword arguments of a call with these scores."""
     made = dict(descales or {})
     made["softmax_scale"] = scaled(scores, q, q_scale, k_scale, made)
@@ -353,7 +410,7 @@ def keywords(scores, q, heads, *, q_scale=None, k_scale=None, descales=None, mas
             "pos_encoding_mode='ALIBI' with jit_args: write slope[h] * (k - q) into the program"
         )
     if scores.encoding == "ALIBI":
-        program = alibi(heads, q.device)
+        program = alibi(q)
     if program is not None:
         made["score_mod"] = program
     return made
@@ -390,7 +447,7 @@ class Results(NamedTuple):
         """The tensor that a kernel writes out to, or None."""
         if self.out is None:
             return None
-        if tuple(self.out.shape) != tuple(shape):
+        if tuple(array("out", self.out).shape) != tuple(shape):
             raise InputError(f"out has the shape {tuple(self.out.shape)}: it must be {tuple(shape)}")
         # Of q in codes the result is of 16 bits.
         is_plain = self.out.dtype == dtype and (self.dtype or dtype) == dtype and dtype.itemsize > 1
@@ -403,7 +460,10 @@ class Results(NamedTuple):
     def of(self, made, lse=None):
         """What the call returns. lse (heads, rows), natural; None where it is not asked for."""
         if not self.is_whole:
-            made = made * self.factor
+            factor = self.factor
+            if not isinstance(factor, torch.Tensor):
+                factor = number("v_scale or bmm2_scale", factor)
+            made = made * factor
         if self.dtype is not None and made.dtype != self.dtype:
             made = narrowed(made, self.dtype)
         if self.out is not None:
@@ -417,7 +477,7 @@ class Results(NamedTuple):
         room = self.lse
         if room is None:
             room = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
-        elif room.shape != lse.shape or room.dtype is not torch.float32:
+        elif array("lse", room).shape != lse.shape or room.dtype is not torch.float32:
             raise InputError(
                 f"lse is {tuple(room.shape)} of {room.dtype}: it must be {tuple(lse.shape)} of float32"
             )

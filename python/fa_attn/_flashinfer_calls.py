@@ -19,6 +19,7 @@ from ._flashinfer import (
     check_layout,
     dtype_of,
     int32_of,
+    left_of,
     refuse,
     with_page,
 )
@@ -270,7 +271,7 @@ def trtllm_fmha_v2_prefill(
     call = _call(scores, q, k, left, mode != "padding", sinks, None, results)
     call["softcap"] = number("logits_soft_cap_scale", logits_soft_cap_scale) or 0.0
     if encoding == "ALIBI":
-        call["score_mod"] = alibi(q.shape[-2], q.device)
+        call["score_mod"] = alibi(q)
     if chunk:
         call["attention_chunk"] = count("chunked_attention_size", chunk, 1)
     longest = count("max_q_len", max_q_len)
@@ -566,12 +567,11 @@ def _call(scores, q, k, window_left, causal, sinks, mask, results):
         if len(sinks) != 1:
             raise InputError(f"sinks has {len(sinks)} tensors: give one, (heads_q,)")
         (sinks,) = sinks
-    left = -1 if window_left is None or window_left < 0 else count("window_left", window_left)
     call = dict(
         descales,
         softmax_scale=scale,
         causal=flag("causal", causal) and mask is None,
-        window_size=(left, -1),
+        window_size=(left_of(window_left), -1),
         sinks=None if sinks is None else sinks.reshape(-1),
         return_softmax_lse=results.wants_lse or results.lse is not None,
         factor=factor,

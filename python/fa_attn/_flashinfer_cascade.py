@@ -8,6 +8,7 @@ import torch
 
 from ._checks import count
 from ._core import InputError
+from ._flashinfer import copy_of
 from ._flashinfer_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._flashinfer_pages import merge_state, merge_states
 from ._flashinfer_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -183,7 +184,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     ) -> None:
         """Sets the pages and lengths of each request behind the prefix; runs decide the types."""
         pages = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        self._planned = (*pages, num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._planned = (*map(copy_of, pages), num_qo_heads, num_kv_heads, head_dim, page_size)
         self._of: Any = None
 
     plan = begin_forward

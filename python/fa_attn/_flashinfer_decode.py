@@ -9,7 +9,7 @@ import torch
 
 from ._checks import count
 from ._core import InputError, UnsupportedError
-from ._flashinfer import Results, caches_of, on_host, page_lengths, refuse, scores_of, starts_of
+from ._flashinfer import Results, caches_of, page_lengths, pages_of, refuse, scores_of, starts_of
 from ._flashinfer_plans import PagedPlan, is_undivided
 
 Tensor = torch.Tensor
@@ -72,9 +72,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedPlan):
         scores = scores_of(
             self._rows > 1, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta
         )
-        host = starts_of("indptr", indptr, indices.shape[0])
+        host = starts_of("indptr", indptr, pages_of("indices", indices).shape[0])
         page_size = count("page_size", page_size, 1)
-        lengths = page_lengths(host, on_host(last_page_len), page_size)
+        lengths = page_lengths(host, "last_page_len", last_page_len, page_size)
         self._pages.plan(host, indices, lengths, page_size, (indptr, indices, last_page_len))
         undivided = is_undivided(disable_split_kv, fixed_split_size)
         if data_type is not None:

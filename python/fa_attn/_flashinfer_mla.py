@@ -135,7 +135,7 @@ class BatchMLAPagedAttentionWrapper(PagedPlan):
         q, qv = q_pe, q_nope
         if not k.shape[-1]:
             q, k, qv = q_nope, v, None
-        call = keywords(self._scores, q_nope, q.shape[-2])
+        call = keywords(self._scores, q_nope)
         if has_codes:
             factors = torch.tensor(scales, dtype=torch.float32).to(q.device)
             call.update(k_descale=factors[:1] if qv is not None else factors[1:], v_descale=factors[1:])

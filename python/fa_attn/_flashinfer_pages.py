@@ -73,7 +73,14 @@ def _append(rows, caches, batch_indices, positions, kv_indices, kv_indptr):
     if not batch_indices.numel() or not kv_indices.numel():
         return
     request, place = batch_indices.long(), positions.long()
+    for x, cache in zip(rows, caches):
+        need = (*request.shape, *cache.shape[2:])
+        if place.shape != request.shape or tuple(x.shape) != need:
+            have = (tuple(x.shape), tuple(request.shape), tuple(place.shape))
+            raise InputError(f"rows, batch_indices and positions have the shapes {have}: rows must be {need}")
     is_row = request >= 0
+    if request.device.type == "cpu":
+        _check_places(request[is_row], place[is_row], caches[0], kv_indices, kv_indptr)
     # What has no place repeats a row that has one.
     row = torch.where(is_row, torch.arange(request.shape[0], device=request.device), is_row.int().argmax())
     request, place = request[row].clamp(min=0), place[row]
@@ -83,6 +90,26 @@ def _append(rows, caches, batch_indices, positions, kv_indices, kv_indptr):
         places = (kv_indices.long()[at], place % page)
         values = x[row].to(cache.dtype)
         cache.index_put_(places, torch.where(_like(is_row.any(), values), values, cache[places]))
+
+
+def _check_places(request, place, cache, kv_indices, kv_indptr):
+    """Refuses rows that have no place in the pages of their requests, where that is known: on the CPU."""
+    if not request.numel():
+        return
+    if int(request.max()) >= kv_indptr.shape[0] - 1:
+        have = int(request.max())
+        raise InputError(f"batch_indices has {have}: there are {kv_indptr.shape[0] - 1} requests")
+    first, end = kv_indptr.long()[request], kv_indptr.long()[request + 1]
+    outside = (place < 0) | (place >= (end - first) * cache.shape[1])
+    if outside.any():
+        at = int(outside.nonzero()[0])
+        raise InputError(
+            f"positions[{at}] is {int(place[at])}: the pages of request {int(request[at])} hold "
+            f"{int((end - first)[at]) * cache.shape[1]} rows"
+        )
+    pages = kv_indices.long()[(first + place // cache.shape[1]).clamp(max=kv_indices.shape[0] - 1)]
+    if not 0 <= int(pages.min()) <= int(pages.max()) < cache.shape[0]:
+        raise InputError(f"kv_indices names a page that is none: the cache has {cache.shape[0]}")
 
 
 def _like(x, values):

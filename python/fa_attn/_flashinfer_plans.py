@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Optional
 
 import torch
 
 from ._checks import count
-from ._core import InputError, UnsupportedError
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._flashinfer import (
     Pages,
     Scores,
@@ -16,10 +17,12 @@ from ._flashinfer import (
     dtype_of,
     items_of,
     keywords,
+    left_of,
+    lengths_of,
     mask_of,
     mask_sizes,
     of_codes,
-    on_host,
+    pages_of,
     places_of,
     program_of,
     rotated,
@@ -107,19 +110,28 @@ class Plan:
             return
         sizes = mask_sizes(rows, keys)
         if packed is None:
+            if not isinstance(custom, torch.Tensor):
+                raise InputTypeError(f"custom_mask is {type(custom).__name__}: it must be a tensor")
             if custom.numel() < int(sizes.sum()):
                 raise InputError(
                     f"custom_mask has {custom.numel()} elements: the batch's queries and keys ask for "
                     f"{int(sizes.sum())}"
                 )
+            if custom.dtype.is_floating_point:
+                need = "it must hold truth values, True where seen"
+                raise InputError(f"custom_mask holds {custom.dtype}: {need}")
             packed, starts = segments(custom.reshape(-1)[: int(sizes.sum())], sizes, "little")
         else:
+            if not isinstance(packed, torch.Tensor):
+                raise InputTypeError(f"packed_custom_mask is {type(packed).__name__}: it must be a tensor")
             starts = torch.nn.functional.pad(((sizes + 7) // 8).cumsum(0), (1, 0))
             if packed.numel() < int(starts[-1]):
                 raise InputError(
                     f"packed_custom_mask has {packed.numel()} bytes: the batch's queries and keys ask for "
                     f"{int(starts[-1])}"
                 )
+            if packed.dtype is not torch.uint8:
+                raise InputError(f"packed_custom_mask holds {packed.dtype}: it must hold bytes, uint8")
         if self._captures:
             room, room_starts = buffers
             if room is None or room_starts is None or room.numel() < packed.numel():
@@ -133,7 +145,7 @@ class Plan:
         elif not packed.numel():
             return
         self._mask = mask_of(
-            packed.to(self.device, torch.uint8).reshape(-1), starts.to(self.device, torch.int32)
+            packed.to(self.device).reshape(-1), starts.to(self.device, torch.int32)
         )
 
     def _set_items(self, prefix, places, width, batch):
@@ -176,6 +188,17 @@ class Plan:
             )
         return of_codes(q, args[0]), descales_of(*args[1:])
 
+    @contextlib.contextmanager
+    def _instead(self, **scores):
+        """What one run says of scores, instead of the plan."""
+        planned = self._scores
+        try:
+            if planned is not None:
+                self._scores = planned._replace(**scores)
+            yield
+        finally:
+            self._scores = planned
+
     def _old(self, causal, scores):
         """Sets what the older calls say of scores."""
         self._scores = scores_of(self._scores.causal if causal is None else causal, *scores)
@@ -205,8 +228,9 @@ class PagedPlan(Plan):
     def _set_lengths(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size):
         """Sets rows and pages where the keys of each request are counted."""
         starts = starts_of("qo_indptr", qo_indptr)
-        lengths, kv_indptr = on_host(kv_len_arr), kv_indptr[: starts.shape[0]]
-        indptr = starts_of("kv_indptr", kv_indptr, kv_indices.shape[0])
+        lengths = lengths_of("kv_len_arr", kv_len_arr, starts.shape[0] - 1)
+        kv_indptr = kv_indptr[: starts.shape[0]]
+        indptr = starts_of("kv_indptr", kv_indptr, pages_of("kv_indices", kv_indices).shape[0])
         given = (kv_indptr, kv_indices, kv_len_arr)
         self._pages.plan(indptr, kv_indices, lengths, count("page_size", page_size, 1), given)
         self._set_starts(starts)
@@ -230,14 +254,14 @@ class PagedPlan(Plan):
         """Attention of q, (batch, rows, heads, head_dim) or with starts packed."""
         scores = self._scores
         if window_left is not None and window_left != scores.window_left:
-            scores = scores._replace(window_left=window_left if window_left >= 0 else -1)
+            scores = scores._replace(window_left=left_of(window_left))
         q_scale, k_scale = scales
         q, descales = self._without_codes(q, args)
         has_factors = q_scale is not None or k_scale is not None or descales
         of_scores, of_mask, call = self._kept
         if has_factors or of_scores is not scores or of_mask is not self._mask:
             factors = dict(q_scale=q_scale, k_scale=k_scale, descales=descales)
-            call = keywords(scores, q, q.shape[-2], mask=self._mask, program=self._program, **factors)
+            call = keywords(scores, q, mask=self._mask, program=self._program, **factors)
             if not has_factors:
                 self._kept = (scores, self._mask, call)
         call = dict(call)

@@ -7,9 +7,9 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
-from ._checks import flag
+from ._checks import flag, number
 from ._core import UnsupportedError
-from ._flashinfer import refuse
+from ._flashinfer import copy_of, left_of, refuse
 from ._flashinfer_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._flashinfer_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._flashinfer_single import single_prefill_with_kv_cache
@@ -135,21 +135,18 @@ class PODWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
             rope_theta=rope_theta_p,
             return_lse=flag("return_lse_p", return_lse_p),
         )
-        planned = self._scores
-        try:
-            if sm_scale_d is not None and planned is not None:
-                self._scores = planned._replace(scale=sm_scale_d)
+        given = {} if sm_scale_d is None else {"scale": number("sm_scale_d", sm_scale_d)}
+        left = left_of(window_left_d)
+        with self._instead(**given):
             made_d = super().run(
                 q_d,
                 paged_kv_cache_d,
                 q_scale=q_scale,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                window_left=window_left_d if window_left_d >= 0 else None,
+                window_left=left if left >= 0 else None,
                 return_lse=flag("return_lse_d", return_lse_d),
             )
-        finally:
-            self._scores = planned
         return made_p, made_d
 
     forward = run
@@ -197,7 +194,8 @@ class BatchPODWithPagedKVCacheWrapper:
         if data_type is not None:
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
-        self._of_prefill = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
+        of_prefill = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
+        self._of_prefill = tuple(map(copy_of, of_prefill))
         self._sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self._options = dict(
             pos_encoding_mode=pos_encoding_mode,

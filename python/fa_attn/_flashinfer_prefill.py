@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
-from ._checks import count
+from ._checks import count, number
 from ._core import InputError
 from ._flashinfer import (
     Results,
@@ -15,8 +15,8 @@ from ._flashinfer import (
     caches_of,
     check_buffer,
     keywords,
-    on_host,
     page_lengths,
+    pages_of,
     places_of,
     refuse,
     rotated,
@@ -102,13 +102,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPlan):
             causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta
         )
         starts = starts_of("qo_indptr", qo_indptr)
-        indptr = starts_of("paged_kv_indptr", paged_kv_indptr, paged_kv_indices.shape[0])
+        pages = pages_of("paged_kv_indices", paged_kv_indices)
+        indptr = starts_of("paged_kv_indptr", paged_kv_indptr, pages.shape[0])
         if starts.shape != indptr.shape:
             raise InputError(
                 f"qo_indptr has {starts.shape[0]} elements and paged_kv_indptr {indptr.shape[0]}: as many"
             )
         page_size = count("page_size", page_size, 1)
-        lengths = page_lengths(indptr, on_host(paged_kv_last_page_len), page_size)
+        lengths = page_lengths(indptr, "paged_kv_last_page_len", paged_kv_last_page_len, page_size)
         given = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._pages.plan(indptr, paged_kv_indices, lengths, page_size, given)
         self._set_starts(starts)
@@ -227,9 +228,10 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         sm_scale: Any = None,
         **options,
     ) -> Any:
-        if sm_scale is not None:
-            self._scores = self._scores._replace(scale=float(sm_scale))
-        return super().run(q, paged_kv_cache, sinks=sinks, **options)
+        if sm_scale is None:
+            return super().run(q, paged_kv_cache, sinks=sinks, **options)
+        with self._instead(scale=number("sm_scale", sm_scale)):
+            return super().run(q, paged_kv_cache, sinks=sinks, **options)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -356,7 +358,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Plan):
         call = keywords(
             scores,
             q,
-            q.shape[1],
             q_scale=q_scale,
             k_scale=k_scale,
             descales=descales,
@@ -448,9 +449,8 @@ class BatchAttention(PagedPlan):
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         k, v = caches_of(kv_cache, self._layout)
         self._check(q, k)
-        if logits_soft_cap:
-            self._scores = self._scores._replace(soft_cap=float(logits_soft_cap))
         self._check_rows(q)
         results = Results(self._types[2], v_scale, out, lse, True)
-        scales = (None, k_scale)
-        return self._attention(q, k, v, self._starts, self._longest, results, None, scales)
+        cap = number("logits_soft_cap", logits_soft_cap) or self._scores.soft_cap
+        with self._instead(soft_cap=cap):
+            return self._attention(q, k, v, self._starts, self._longest, results, None, (None, k_scale))

@@ -67,6 +67,8 @@ def single_prefill_with_kv_cache(
     if mask is not None:
         if mask.numel() != rows * keys:
             raise InputError(f"the mask has {mask.numel()} elements: it must be ({rows}, {keys})")
+        if mask.dtype.is_floating_point:
+            raise InputError(f"custom_mask holds {mask.dtype}: it must hold truth values, True where seen")
         mask = mask.reshape(rows, keys).bool()
         scores = scores._replace(causal=False)
     dtype = dtype_of(o_dtype, q.dtype)
@@ -76,7 +78,7 @@ def single_prefill_with_kv_cache(
         k = k.to(q.dtype)
         q, k = rotated(q, ends, scores), rotated(k, torch.arange(keys, device=q.device), scores)
         v = v.to(q.dtype)
-    call = keywords(scores, q, q.shape[1], k_scale=k_scale, descales=descales_of(scale_k, scale_v))
+    call = keywords(scores, q, k_scale=k_scale, descales=descales_of(scale_k, scale_v))
     made, lse = flash_attn_func(q[None], k[None], v[None], mask=mask, return_softmax_lse=True, **call)
     return Results(dtype, v_scale, wants_lse=return_lse).of(made[0], lse[0])
 

@@ -17,6 +17,7 @@ from ._flashinfer import (
     of_codes,
     on_host,
     packed_bits,
+    pages_of,
     scores_of,
     starts_of,
 )
@@ -81,7 +82,7 @@ class _Blocks(Plan):
         lengths = (q.shape[0], k.shape[0])
         if lengths != self._lengths:
             raise InputError(f"q and k have {lengths} rows: the plan is of {self._lengths}")
-        call = keywords(self._scores, q, q.shape[1], descales=descales, mask=self._mask)
+        call = keywords(self._scores, q, descales=descales, mask=self._mask)
         room = results.room((*q.shape[:-1], v.shape[-1]), q.dtype)
         room = None if room is None else room[None]
         made, lse = flash_attn_func(q[None], k[None], v[None], return_softmax_lse=True, out=room, **call)
@@ -145,12 +146,12 @@ class BlockSparseAttentionWrapper(_Blocks):
             return
         if indptr is None or indices is None:
             raise InputError("indptr and indices are missing: give both, or block_mask")
-        host = starts_of("indptr", indptr, indices.shape[0])
+        host = starts_of("indptr", indptr, pages_of("indices", indices).shape[0])
         if host.shape[0] != rows + 1:
             raise InputError(
                 f"indptr has {host.shape[0]} elements: {M} rows in blocks of {R} have {rows + 1}"
             )
-        listed, counts = on_host(indices), host.diff()
+        listed, counts = on_host("indices", indices), host.diff()
         if listed.numel() and not 0 <= int(listed.min()) <= int(listed.max()) < columns:
             raise InputError(f"indices names a block that is none: there are blocks 0 to {columns - 1}")
         row = torch.repeat_interleave(counts)
@@ -288,20 +289,21 @@ class VariableBlockSparseAttentionWrapper(_Blocks):
         `causal` counts the listed keys of a row of blocks one after another, as FlashInfer does."""
         heads, types = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, q_data_type)
         self._plan(causal, pos_encoding_mode, logits_soft_cap, sm_scale, heads, head_dim, types)
-        sizes = [on_host(x) for x in (block_row_sz, block_col_sz)]
+        given = {"block_row_sz": block_row_sz, "block_col_sz": block_col_sz}
+        sizes = [on_host(name, x) for name, x in given.items()]
         need = (num_kv_heads, *(x.shape[-1] for x in sizes))
         if tuple(block_mask_map.shape) != need or any(x.shape[0] != num_kv_heads for x in sizes):
             have = [tuple(x.shape) for x in (block_mask_map, *sizes)]
             raise InputError(f"blocks and their sizes have the shapes {have}: they must be of {need}")
         lengths = []
-        for name, x in zip(("block_row_sz", "block_col_sz"), sizes):
+        for name, x in zip(given, sizes):
             sums = x.sum(1)
             if (x < 0).any() or (sums != sums[0]).any():
                 raise InputError(f"{name} sums to {sums.tolist()}: all heads have as many rows")
             lengths.append(int(sums[0]))
         self._lengths = tuple(lengths)
         row, column = (torch.stack([torch.repeat_interleave(own) for own in x]).int() for x in sizes)
-        seen = on_host(block_mask_map) != 0
+        seen = on_host("block_mask_map", block_mask_map) != 0
         arrays = {"seen": seen.to(torch.uint8), "row": row, "column": column}
         if causal:
             listed = seen * sizes[1][:, None]

@@ -159,11 +159,18 @@ class JaxArrays(Arrays):
 
 
 def _is_traced(*values):
-    """Whether jax traces an array of these or of the tuples among them."""
-    tracer = importlib.import_module("jax").core.Tracer
-    return any(
-        _is_traced(*value) if isinstance(value, tuple) else isinstance(value, tracer) for value in values
-    )
+    """Whether jax's own call computes arrays of these or of the tuples among them: it traces one, or has one
+    on several devices, which lends none."""
+    jax = importlib.import_module("jax")
+    for value in values:
+        if isinstance(value, tuple):
+            if _is_traced(*value):
+                return True
+        elif isinstance(value, jax.core.Tracer):
+            return True
+        elif isinstance(value, jax.Array) and len(value.devices()) > 1:
+            return True
+    return False
 
 
 def _is_on_gpu(array):

@@ -2,7 +2,7 @@
 
 import importlib
 
-from ._checks import check_integers
+from ._checks import check_integers, check_unmasked
 from ._core import InputError, InputTypeError, dropout_bits
 from ._dropout import halves
 from ._nvrtc import find_nvrtc
@@ -33,8 +33,7 @@ class Numpy:
 
     def written(self, array):
         """An array in which the module writes, or another library's."""
-        if type(array).__module__.startswith("numpy.ma"):
-            raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
+        check_unmasked(type(array))
         if getattr(array, "requires_grad", False):
             kind = type(array).__name__
             raise InputTypeError(

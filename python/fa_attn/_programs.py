@@ -15,7 +15,7 @@ import types
 import weakref
 from reprlib import repr as short
 
-from ._checks import wants_gradient
+from ._checks import check_unmasked, wants_gradient
 from ._core import InputError, UnsupportedError
 from ._core import program as _described
 from ._core import program_eval as _evaluated
@@ -42,6 +42,8 @@ class Program:
         self.mask, self.score = description["mask"], description["score"]
         self.weight = description["weight"]
         self.arrays = _by_name("array", description["arrays"], arrays or {})
+        for array in self.arrays.values():
+            check_unmasked(type(array))
         self.scalars = _by_name("scalar", description["scalars"], scalars or {})
         for scalar in description["scalars"]:
             _check_scalar(scalar, self.scalars[scalar["name"]])

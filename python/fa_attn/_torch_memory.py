@@ -34,6 +34,12 @@ STRIDED = torch.strided
 FLOAT = torch.float32
 
 
+def is_lasting(x):
+    """Whether what is made beside a tensor serves later calls: what a trace, a mode or a compiler makes is of
+    that call alone."""
+    return type(x) in PLAIN and not (is_compiling() or is_tracing() or count_modes())
+
+
 def needs_rules():
     """Whether a transform of torch.func looks for the rules of what it is given, which it does not find at
     operators written in Python."""

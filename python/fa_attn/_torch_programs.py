@@ -22,12 +22,11 @@ from ._torch_memory import (
     FLOAT,
     PLAIN,
     check_tensor,
-    count_modes,
     detached,
     goes_by_operator,
     is_compiling,
+    is_lasting,
     is_plain,
-    is_tracing,
     is_transforming,
     lse_shape,
     needs_rules,
@@ -401,14 +400,21 @@ def packed_bits(mask):
         mask = mask.full_tensor()
     if mask.shape[-1] == 1:
         return torch.where(mask, -1, 0).to(torch.int32)
+    if is_compiling() and not is_transforming():
+        # One graph serves all lengths: those of one word and of several, and those that 32 divides.
+        words = (mask.shape[-1] + 63) // 32
+        places = torch.arange(32 * words, device=mask.device)
+        last = mask.shape[-1] - 1
+        bits = mask.index_select(-1, places.clamp(max=last)) & (places <= last)
+        weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
+        return (bits.unflatten(-1, (words, 32)) * weights).sum(-1, dtype=torch.int32)
     if mask.shape[-1] % 32:
         mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
     if is_transforming():
         # vmap does not see bytes as words.
         weights = 1 << torch.arange(32, dtype=torch.int32, device=mask.device)
         return (mask.reshape(*mask.shape[:-1], -1, 32) * weights).sum(-1, dtype=torch.int32)
-    is_kept = type(mask) in PLAIN and not (is_compiling() or is_tracing() or count_modes())
-    is_kept = is_kept and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_kept = is_lasting(mask) and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     weights = (_weights if is_kept else _weights.__wrapped__)(mask.device)
     eights = mask.reshape(*mask.shape[:-1], -1, 8)
     return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)

@@ -81,12 +81,21 @@ def _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable
     out = flash_attn_varlen_func(
         *(x.transpose(1, 2).values() for x in (query, key, value)),
         *(x.offsets().int() for x in (query, key)),
-        *(x._get_max_seqlen() for x in (query, key)),
+        *map(_longest, (query, key)),
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=is_causal,
     )
     return torch.nested.nested_tensor_from_jagged(out, query.offsets()).transpose(1, 2)
+
+
+def _longest(x):
+    """The rows of a jagged tensor's longest sequence; in a graph, which reads none on the host, all rows
+    where the tensor does not tell."""
+    if not torch.compiler.is_compiling():
+        return x._get_max_seqlen()
+    known = x._maybe_max_seqlen
+    return x.values().shape[x._ragged_idx - 1] if known is None else known
 
 
 # Where a causal mask begins, or ends.

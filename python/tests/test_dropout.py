@@ -185,6 +185,20 @@ def test_compiled_calls_draw_anew():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_calls_take_other_probabilities(dynamic):
+    """Of which torch.compile makes symbols."""
+    q = draw(1, 32, 2, 8).detach()
+
+    def call(q, p):
+        return fa_attn.flash_attn_func(q, q, q, p, rng_state=(SEED, OFFSET))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for p in (0.3, 0.5, 0.1):
+        assert torch.equal(compiled(q, p), call(q, p))
+
+
 def test_numpy_takes_the_state():
     q, k, v = (draw(1, 20, 2, 8, seed=seed) for seed in range(3))
     out = fa_attn.flash_attn_func(*(x.detach().numpy() for x in (q, k, v)), 0.5, rng_state=(SEED, 3))

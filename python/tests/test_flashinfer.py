@@ -288,7 +288,7 @@ def test_captured_plans_keep_their_place():
     with pytest.raises(fa_attn.InputError, match="the batch is 3: that of the wrapper's buffers is 4"):
         decode.plan(pages[0][:4], pages[1], pages[2][:3], HEADS, HEADS_KV, DIM, 4)
     with pytest.raises(fa_attn.InputError, match="the wrapper's buffers hold 40"):
-        wrapper.plan(indptr_q, pages[0], torch.zeros(41), pages[2], HEADS, HEADS_KV, DIM, 4)
+        wrapper.plan(indptr_q, pages[0], pages[1].new_zeros(41), pages[2], HEADS, HEADS_KV, DIM, 4)
     # A server writes the pages to the buffer itself; wrappers of several batches share the table's memory.
     few = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
         WORKSPACE, buffers[0][:2], buffers[1], buffers[2][:1]
@@ -435,6 +435,97 @@ def test_refusals_name_what_works():
             wrapper.run(*given)
     with pytest.raises(fa_attn.UnsupportedError, match="kv_cache_sf is not supported"):
         wrapper.run(q, cache, kv_cache_sf=q)
+
+
+def test_what_is_no_plan_is_refused():
+    q, _, cache, (indptr_q, indptr, indices, last) = batch()
+    plan = dict(indptr_q=indptr_q, indptr=indptr, indices=indices, last=last)
+    for change, error, match in (
+        ({"last": last[:1]}, fa_attn.InputError, r"has the shape \(1,\): it must be \(4,\)"),
+        ({"last": last - 9}, fa_attn.InputError, r"last_page_len\[0\] is -8: it must be from 0 to 4"),
+        ({"last": last.tolist()}, fa_attn.InputTypeError, "is list: it must be a tensor of integers"),
+        ({"indices": indices.tolist()}, fa_attn.InputTypeError, "paged_kv_indices must be a tensor"),
+        ({"indptr_q": indptr_q + 0.7}, fa_attn.InputTypeError, "qo_indptr is torch.float32"),
+    ):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        with pytest.raises(error, match=match):
+            wrapper.plan(*(plan | change).values(), HEADS, HEADS_KV, DIM, 4)
+    sizes = sum(n * m for n, m in zip(ROWS, KEYS))
+    for options, error, match in (
+        ({"custom_mask": torch.zeros(sizes)}, fa_attn.InputError, "it must hold truth values"),
+        ({"packed_custom_mask": torch.zeros(sizes)}, fa_attn.InputError, "it must hold bytes"),
+        ({"window_left": "2"}, fa_attn.InputTypeError, "window_left is '2'"),
+        ({"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 0.0}, fa_attn.InputError, "rope_scale is 0.0"),
+    ):
+        with pytest.raises(error, match=match):
+            wrapper.plan(*plan.values(), HEADS, HEADS_KV, DIM, 4, **options)
+    # What 32 bits do not hold is no page, not that of its lowest bits.
+    wrapper.plan(indptr_q, indptr, indices.long() + 2**32, last, HEADS, HEADS_KV, DIM, 4, **TYPES)
+    with pytest.raises(fa_attn.InputError, match="in the page table is 2147483647"):
+        wrapper.run(q, cache)
+    with pytest.raises(fa_attn.InputError, match="a head_dim of 15: it turns pairs"):
+        flashinfer.single_prefill_with_kv_cache(*[torch.ones(2, 1, 15)] * 3, pos_encoding_mode="ROPE_LLAMA")
+
+
+def test_rows_without_a_place_are_refused():
+    one = torch.tensor([0, 0], dtype=torch.int32)
+    starts_of_pages, pages = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
+    rows, cache = torch.ones(2, HEADS_KV, DIM), torch.zeros(6, 2, 4, HEADS_KV, DIM)
+    for of, requests, places, named, match in (
+        (rows, one, one + 8, pages, r"positions\[0\] is 8: the pages of request 0 hold 8 rows"),
+        (rows, one, one - 1, pages, r"positions\[0\] is -1"),
+        (rows, one + 1, one, pages, "batch_indices has 1: there are 1 requests"),
+        (rows, one, one, pages + 1, "kv_indices names a page that is none"),
+        (rows[:, :1], one, one, pages, "rows must be"),
+    ):
+        with pytest.raises(fa_attn.InputError, match=match):
+            flashinfer.append_paged_kv_cache(of, of, requests, places, cache, named, starts_of_pages, one[:1])
+    assert not cache.any()
+
+
+def test_a_runs_scores_are_its_own():
+    """A soft cap or a scale of one run is not that of the next."""
+    q, own, cache, pages = batch()
+    both = flashinfer.BatchAttention(device="cpu")
+    lengths = torch.tensor(KEYS)
+    both.plan(*pages[:3], lengths, HEADS, HEADS_KV, DIM, DIM, 4, q_data_type=q.dtype, kv_data_type=q.dtype)
+    check(both.run(q, cache, logits_soft_cap=0.5), expected(q, own, softcap=0.5))
+    check(both.run(q, cache), expected(q, own))
+    sinks = flashinfer.BatchAttentionWithAttentionSinkWrapper(WORKSPACE)
+    sinks.plan(*pages, HEADS, HEADS_KV, DIM, 4, **TYPES)
+    check(sinks.run(q, cache, None, 0.7, return_lse=True), expected(q, own, scale=0.7))
+    check(sinks.run(q, cache, return_lse=True), expected(q, own))
+
+
+def test_plans_are_of_what_tensors_held():
+    """The caller's tensors may change between a plan and a run that plans again."""
+    q, own, cache, pages = batch()
+    prefix = torch.randn(2, 7, HEADS_KV, DIM)
+    whole = [torch.cat([prefix, kv], 1) for kv in own]
+    shared = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WORKSPACE)
+    beside = flashinfer.BatchPODWithPagedKVCacheWrapper(WORKSPACE)
+    given = [x.clone() for x in pages]
+    shared.plan(*given, HEADS, HEADS_KV, DIM, 4)
+    beside.plan(*given, *given, HEADS, HEADS_KV, DIM, 4, **TYPES)
+    for x in given:
+        x.zero_()
+    check([shared.run(q, *prefix, cache)], expected(q, whole)[:1])
+    found = beside.run(q, cache, q, cache, causal_p=True)
+    check(found, [expected(q, own, causal=True)[0], expected(q, own)[0]])
+
+
+def test_slopes_are_not_kept_from_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def call():
+        x = torch.ones(3, 11, 16)
+        return flashinfer.single_prefill_with_kv_cache(x, x, x, pos_encoding_mode="ALIBI")
+
+    with FakeTensorMode():
+        assert call().shape == (3, 11, 16)
+    torch.testing.assert_close(call(), torch.ones(3, 11, 16))
+    with FakeTensorMode():
+        assert call().shape == (3, 11, 16)
 
 
 STAND_IN = """

@@ -334,3 +334,29 @@ def test_implementations_of_jax_are_named():
         near(dot_product_attention(q, q, q, implementation=name), q)
     with pytest.raises(fa_attn.InputError, match="implementation is 'triton'"):
         dot_product_attention(q, q, q, implementation="triton")
+
+
+def test_arrays_on_several_devices_need_no_jit():
+    """No library is lent those: jax's own call computes them, as where it traces."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "x"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with ON:
+        keys = jax.random.split(jax.random.key(0), 4)
+        q, k, v, seen = (jax.random.normal(key, (2, 9, 4, 16)) for key in keys)
+    seen = seen[0, :, 0, :9] > -0.5
+    spread = [jax.device_put(x, place) for x in (q, k, v)]
+
+    def same(found, want):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-6)
+
+    call, backward = fa_attn.flash_attn_func, fa_attn.flash_attn_backward
+    for options in (dict(causal=True), dict(mask=seen), dict(dropout_p=0.3, rng_state=(1, 2))):
+        same(call(*spread, **options), call(q, k, v, **options))
+    same(call(q, k, v, mask=jax.device_put(seen, whole)), call(q, k, v, mask=seen))
+    out, lse = call(q, k, v, return_softmax_lse=True)
+    same(backward(spread[0], *spread, out, lse), backward(q, q, k, v, out, lse))
+    same(fa_attn.merge([jax.device_put(out, place)] * 2, [lse, lse]), fa_attn.merge([out, out], [lse, lse]))
+    with pytest.raises(fa_attn.InputTypeError, match="causal is .*Tracer"):
+        jax.jit(lambda causal: call(q, k, v, causal=causal))(True)

@@ -235,7 +235,13 @@ def test_strange_arrays():
     assert call(q[:0], q[:0], q[:0]).shape == (0, 8, 2, 32)
     assert (call(q, q[:, :0], q[:, :0]) == 0).all()
     odd = np.frombuffer(bytearray(b"x" + q.tobytes()), np.uint8)[1:].view(np.float32).reshape(q.shape)
+    masked, weights = np.ma.masked_array(q, q > 0), np.ma.masked_array(np.ones(2, np.float32), True)
+    whole = "an array is masked"
     for arguments, options, error, part in (
+        ((q, masked, q), {}, fa_attn.InputTypeError, whole),
+        ((q, q, q), dict(bias=np.ma.zeros((8, 8), np.float32)), fa_attn.InputTypeError, whole),
+        ((q, q, q), dict(mask=np.ma.ones((8, 8), bool)), fa_attn.InputTypeError, whole),
+        ((q, q, q), dict(score_mod=lambda s, b, h, i, j: s * weights[h]), fa_attn.InputTypeError, whole),
         ((q, q, q), dict(out=odd), fa_attn.InputError, "no multiple of its elements' 4 bytes"),
         ((q[0, 0],) * 3, {}, fa_attn.InputError, "(batch, seqlen, heads, head_dim)"),
         ((np.float32(1),) * 3, {}, fa_attn.InputError, "q has the shape ()"),

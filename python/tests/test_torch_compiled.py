@@ -300,3 +300,55 @@ def test_numbers_stay_open_in_exported_programs(module, strict):
     program = torch.export.export(module(), arguments(20), dynamic_shapes=shapes, strict=strict).module()
     for n in (20, 31, 45):
         compare(program(*arguments(n)), module()(*arguments(n)))
+
+
+def test_a_graph_of_jagged_tensors_does_not_ask_for_their_longest():
+    """A graph that makes them, and one that gets them, of several lengths."""
+
+    def made(values, offsets):
+        return whole(torch.nested.nested_tensor_from_jagged(values, offsets))
+
+    def whole(x):
+        x = x.transpose(1, 2)
+        return fa_attn.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+
+    torch._dynamo.reset()
+    given = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    for call in (
+        torch.compile(made, backend="aot_eager", fullgraph=True),
+        lambda values, offsets: given(torch.nested.nested_tensor_from_jagged(values, offsets)),
+    ):
+        for lengths in ((3, 4), (9, 0, 2)):
+            offsets = torch.tensor([0, *lengths]).cumsum(0)
+            values = rows(sum(lengths), 2, 16).requires_grad_()
+            found = call(values, offsets).values()
+            cu, most = offsets.int(), max(lengths)
+            want = fa_attn.flash_attn_varlen_func(values, values, values, cu, cu, most, most, causal=True)
+            torch.testing.assert_close(found, want)
+            torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values) for x in (found, want)))
+
+
+def test_one_graph_serves_masks_of_all_lengths():
+    """Whether their words are one or several, and 32 divides the lengths or not."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def call(q, seen):
+        return fa_attn.flash_attn_func(q, q, q, mask=seen)
+
+    def given(length):
+        return rows(1, length, 2, 16), rows(length, length) > -0.5
+
+    class Module(torch.nn.Module):
+        def forward(self, q, seen):
+            return call(q, seen)
+
+    length = torch.export.Dim("length", min=2, max=ROOM + 40)
+    exported = torch.export.export(Module(), given(9), dynamic_shapes=({1: length}, {0: length, 1: length}))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for length in (9, 32, 33, 64, 31, 96, 2):
+        want = call(*given(length))
+        torch.testing.assert_close(exported.module()(*given(length)), want)
+        torch.testing.assert_close(compiled(*given(length)), want)
+    assert counter.frame_count == 1
