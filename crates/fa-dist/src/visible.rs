@@ -1,6 +1,7 @@
 //! What the mask of a program leaves of queries and keys: found by the states of tiles, which are proven by
 //! ranges of values without a look at every pair.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use fa_core::program::{Deps, Program, Tile, TileState, Value};
@@ -9,8 +10,12 @@ use fa_core::{Mask, Problem};
 /// The side of the smallest tile that is told from its neighbours, as a kernel's.
 const TILE: usize = 128;
 
-/// The most tiles along a side of what is counted: those of longer sides are larger.
+/// The most tiles along a side of what is counted first: those of longer sides are larger.
 const TILES: usize = 128;
+
+/// The most states that a count looks at, for each sequence and head. A mask that is clear of most tiles, as
+/// documents are, takes few: its tiles are halved until there are as many.
+const MOST_STATES: usize = 1 << 16;
 
 /// The most tiles of keys of which the first and the last are found.
 const MOST_TILES: usize = 1024;
@@ -85,13 +90,16 @@ impl<'a> Seen<'a> {
         if rows == 0 || keys == 0 {
             return 1.0;
         }
-        let sides = [rows, keys].map(|len| TILE.max(len.div_ceil(TILES).next_multiple_of(TILE)));
-        let grid = Grid { seen: self, mask, sides };
-        let tiles = [rows.div_ceil(sides[0]), keys.div_ceil(sides[1])];
-        let all = grid.under_mask(&(0..tiles[0]), &(0..tiles[1]));
-        let found = self.cells.iter().map(|cell| grid.count(*cell, 0..tiles[0], 0..tiles[1]));
-        let found: usize = found.sum();
-        if all == 0 { 1.0 } else { found as f64 / (all * self.cells.len()) as f64 }
+        let mut sides = [rows, keys].map(|len| TILE.max(len.div_ceil(TILES).next_multiple_of(TILE)));
+        loop {
+            let states = Cell::new(0);
+            let share = Grid { seen: self, mask, sides, states: &states }.share();
+            // Tiles of half the sides are four times as many at most.
+            if sides == [TILE; 2] || 4 * states.get() > MOST_STATES * self.cells.len() {
+                return share;
+            }
+            sides = sides.map(|side| TILE.max((side / 2).next_multiple_of(TILE)));
+        }
     }
 }
 
@@ -114,9 +122,21 @@ struct Grid<'a> {
     seen: &'a Seen<'a>,
     mask: Mask,
     sides: [usize; 2],
+    /// How many states were looked at.
+    states: &'a Cell<usize>,
 }
 
 impl Grid<'_> {
+    /// Visible tiles of all sequences and heads as a share of those that the mask leaves.
+    fn share(&self) -> f64 {
+        let (rows, keys) = self.seen.lengths;
+        let tiles = [rows.div_ceil(self.sides[0]), keys.div_ceil(self.sides[1])];
+        let all = self.under_mask(&(0..tiles[0]), &(0..tiles[1]));
+        let cells = &self.seen.cells;
+        let found: usize = cells.iter().map(|cell| self.count(*cell, 0..tiles[0], 0..tiles[1])).sum();
+        if all == 0 { 1.0 } else { found as f64 / (all * cells.len()) as f64 }
+    }
+
     fn rows(&self, tiles: &Range<usize>) -> Range<usize> {
         tiles.start * self.sides[0]..(tiles.end * self.sides[0]).min(self.seen.lengths.0)
     }
@@ -148,6 +168,7 @@ impl Grid<'_> {
         if under == 0 {
             return 0;
         }
+        self.states.set(self.states.get() + 1);
         match self.seen.state_of(cell, &self.rows(&rows), &self.keys(&keys)) {
             TileState::Empty => 0,
             TileState::Full => under,
@@ -227,15 +248,19 @@ mod tests {
 
     #[test]
     fn shares_are_of_the_tiles_that_masks_leave() {
-        let share = |text: &str, mask| {
-            let problem = of(text, (4096, 4096), mask);
+        let share_of = |text: &str, len: usize, mask| {
+            let problem = of(text, (len, len), mask);
             Seen::of(&problem, &[]).unwrap().share(mask)
         };
+        let share = |text: &str, mask| share_of(text, 4096, mask);
         // Four of 16 squares; under a causal mask four triangles of 36 tiles of the 528.
         assert_eq!(share("mask = q // 1024 == k // 1024;", Mask::FULL), 0.25);
         assert_eq!(share("mask = q // 1024 == k // 1024;", Mask::CAUSAL), 4.0 * 36.0 / 528.0);
         assert_eq!(share("mask = k % 3 != 1;", Mask::CAUSAL), 1.0);
         assert_eq!(share("mask = k > 5000;", Mask::FULL), 0.0);
+        // Short documents of long sequences: 256 triangles of ten tiles, of 1,024 rows of tiles.
+        let documents = share_of("mask = q // 512 == k // 512;", 1 << 17, Mask::CAUSAL);
+        assert_eq!(documents, 2560.0 / (512.0 * 1025.0));
         // Half of the heads see nothing.
         assert_eq!(share("mask = h == 1;", Mask::FULL), 0.5);
         // Of scalars without a value anything is possible.
