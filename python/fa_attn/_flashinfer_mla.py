@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from ._checks import count, flag, number
+from ._checks import count, flag, number, one_of
 from ._core import InputError, UnsupportedError
 from ._flashinfer import (
     LOG2_E,
@@ -312,22 +312,11 @@ def _on_latents(q, cache, rank, table, lengths, scale, sinks, results, starts=No
 
 def _on_named_rows(q, cache, rank, indices, lengths, of_top, scale, sinks, results, starts):
     """Attention of tokens on the rows that each names."""
-    tokens, batch = math.prod(q.shape[:-2]), q.shape[0]
+    tokens = math.prod(q.shape[:-2])
     indices = indices.reshape(tokens, 1, indices.shape[-1])
     top = None if of_top is None else int32_of(of_top).reshape(-1)
     if lengths is not None:
-        lengths = int32_of(lengths).reshape(-1)
-        if starts is not None and lengths.shape[0] != tokens:
-            starts = int32_of(starts)
-            at = torch.arange(tokens, device=q.device)
-            of = torch.searchsorted(starts[1:].contiguous(), at, right=True).clamp(max=lengths.shape[0] - 1)
-            lengths = lengths[of] - (starts[1:][of] - 1 - at)
-        elif lengths.shape[0] == batch != tokens:
-            # Of a request's tokens the last sees all of its keys.
-            behind = torch.arange(1 - q.shape[1], 1, device=q.device)
-            lengths = (lengths[:, None] + behind).reshape(-1)
-        if lengths.shape[0] != tokens:
-            raise InputError(f"seq_lens has {lengths.shape[0]} elements: one for each request or each token")
+        lengths = _keys_of_tokens(q, lengths, starts)
         lengths = lengths.clamp(0, indices.shape[-1]).to(torch.int32)
         top = lengths if top is None else torch.minimum(top, lengths)
     if sinks is not None and (results.wants_lse or results.lse is not None):
@@ -347,6 +336,131 @@ def _on_named_rows(q, cache, rank, indices, lengths, of_top, scale, sinks, resul
     lse = lse.squeeze(-1)
     # A row that sees no key has +inf there.
     return results.of(made.squeeze(1), lse.masked_fill(lse == torch.inf, -torch.inf).transpose(0, 1))
+
+
+def _keys_of_tokens(q, lengths, starts):
+    """How many keys each token has, itself the last; `lengths` of the requests, or of the tokens."""
+    tokens, lengths = math.prod(q.shape[:-2]), int32_of(lengths).reshape(-1)
+    if starts is not None and lengths.shape[0] != tokens:
+        starts = int32_of(starts)
+        at = torch.arange(tokens, device=q.device)
+        of = torch.searchsorted(starts[1:].contiguous(), at, right=True).clamp(max=lengths.shape[0] - 1)
+        lengths = lengths[of] - (starts[1:][of] - 1 - at)
+    elif lengths.shape[0] == q.shape[0] != tokens:
+        # Of a request's tokens the last sees all of its keys.
+        behind = torch.arange(1 - q.shape[1], 1, device=q.device)
+        lengths = (lengths[:, None] + behind).reshape(-1)
+    if lengths.shape[0] != tokens:
+        raise InputError(f"seq_lens has {lengths.shape[0]} elements: one for each request or each token")
+    return lengths
+
+
+# Columns of DeepSeek-V4's combined tables that name rows of the window.
+_WINDOW = 128
+
+
+def trtllm_batch_decode_sparse_mla_dsv4(
+    query: Tensor,
+    swa_kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    sparse_indices: Optional[Tensor] = None,
+    compressed_kv_cache: Optional[Tensor] = None,
+    sparse_topk_lens: Optional[Tensor] = None,
+    seq_lens: Optional[Tensor] = None,
+    out: Optional[Tensor] = None,
+    bmm1_scale: Factor = 1.0,
+    bmm2_scale: Factor = 1.0,
+    sinks: Optional[Tensor] = None,
+    kv_layout: str = "HND",
+    cum_seq_lens_q: Optional[Tensor] = None,
+    max_q_len: Optional[int] = None,
+    enable_pdl: Optional[bool] = None,
+    swa_topk_lens: Optional[Tensor] = None,
+    extra_sparse_indices: Optional[Tensor] = None,
+    extra_sparse_topk_lens: Optional[Tensor] = None,
+    backend: str = "auto",
+    hca_swa_indices: Optional[Tensor] = None,
+    hca_compressed_block_tables: Optional[Tensor] = None,
+    hca_seq_lens: Optional[Tensor] = None,
+    hca_is_causal: bool = True,
+    hca_use_persistent: bool = False,
+    hca_sparse_indices_format: Optional[str] = None,
+) -> Tensor:
+    """Attention of DeepSeek-V4's tokens, `query` (requests, tokens, heads, columns) or with `cum_seq_lens_q`
+    (all tokens, heads, columns), on the rows that each names in a cache of its window and one of compressed
+    keys: pages (pages, page, columns), (pages, 1, page, columns), or by `kv_layout` "NHD" (pages, page, 1,
+    columns). A row is key and value; caches have q's type, are codes or rows of 584 bytes. The result has q's
+    type, bfloat16 for q of codes.
+
+    `sparse_indices` (all tokens, 128 + topk), page * page size + place, -1 for none: rows of the window, of
+    which a token sees as many as it has keys by `seq_lens`, then compressed ones, of which it sees
+    `sparse_topk_lens` (all tokens,) less 128. Without these lengths all are of the window, as many as
+    `swa_topk_lens` says, and `extra_sparse_indices` with `extra_sparse_topk_lens` name compressed ones."""
+    refuse(
+        hca_swa_indices=hca_swa_indices,
+        hca_compressed_block_tables=hca_compressed_block_tables,
+        hca_seq_lens=hca_seq_lens,
+        hca_sparse_indices_format=hca_sparse_indices_format,
+    )
+    packed = cum_seq_lens_q is not None
+    if query.dim() != (3 if packed else 4):
+        need = "(all tokens, heads, columns)" if packed else "(requests, tokens, heads, columns)"
+        raise InputError(f"query has the shape {tuple(query.shape)}: it must be {need}")
+    if sparse_indices is None:
+        raise InputError("sparse_indices is None: give the rows that each token sees")
+    tokens, columns = math.prod(query.shape[:-2]), query.shape[-1]
+    own, more = sparse_indices.reshape(tokens, 1, sparse_indices.shape[-1]), extra_sparse_indices
+    own_lengths, more_lengths = swa_topk_lens, extra_sparse_topk_lens
+    if sparse_topk_lens is not None:
+        if not (swa_topk_lens is extra_sparse_indices is extra_sparse_topk_lens is None):
+            raise InputError("sparse_topk_lens is of sparse_indices that name all rows: leave the others out")
+        if seq_lens is None or own.shape[-1] < _WINDOW:
+            raise InputError(f"sparse_topk_lens: give seq_lens too, and {_WINDOW} or more columns of indices")
+        own_lengths = _keys_of_tokens(query, seq_lens, cum_seq_lens_q).clamp(0, _WINDOW)
+        own, more = own[..., :_WINDOW], own[..., _WINDOW:]
+        more_lengths = (int32_of(sparse_topk_lens) - _WINDOW).clamp(min=0)
+    further = {}
+    if more is not None and more.shape[-1]:
+        if compressed_kv_cache is None:
+            raise InputError("compressed_kv_cache is None: give the rows that the indices name")
+        further = dict(
+            extra_k_cache=_rows_in_pages("compressed_kv_cache", compressed_kv_cache, kv_layout),
+            extra_indices_in_kvcache=more.reshape(tokens, 1, more.shape[-1]).contiguous(),
+            extra_topk_length=None if more_lengths is None else int32_of(more_lengths).reshape(-1),
+        )
+    q, dtype = query, torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+    if isinstance(bmm1_scale, Tensor):
+        q, scale = (q.float() * bmm1_scale.float()).to(dtype), 1.0
+    else:
+        scale = number("bmm1_scale", bmm1_scale)
+    made, _ = flash_mla_with_kvcache(
+        q.reshape(tokens, 1, *q.shape[-2:]),
+        _rows_in_pages("swa_kv_cache", swa_kv_cache, kv_layout),
+        None,
+        None,
+        columns,
+        softmax_scale=scale,
+        is_fp8_kvcache=swa_kv_cache.dtype.itemsize == 1,
+        indices=own.contiguous(),
+        topk_length=None if own_lengths is None else int32_of(own_lengths).reshape(-1),
+        attn_sink=None if sinks is None else sinks.reshape(-1).float(),
+        **further,
+    )
+    room = None if out is None else out.view(tokens, *query.shape[-2:])
+    made = Results(dtype_of(None, dtype if out is None else out.dtype), bmm2_scale, room).of(made.squeeze(1))
+    return out if out is not None else made.view(query.shape)
+
+
+def _rows_in_pages(name, cache, layout):
+    """A cache as (pages, page, 1, columns), where it lies."""
+    one_of("kv_layout", layout, ("HND", "NHD"))
+    axis = 1 if layout == "HND" else 2
+    if cache.dim() == 3 and layout == "HND":
+        return cache.unsqueeze(2)
+    if cache.dim() != 4 or cache.shape[axis] != 1:
+        need = "(pages, 1, page, columns)" if layout == "HND" else "(pages, page, 1, columns)"
+        raise InputError(f"{name} has the shape {tuple(cache.shape)}: it must be {need}")
+    return cache.squeeze(axis).unsqueeze(2)
 
 
 def xqa_batch_decode_with_kv_cache_mla(

@@ -157,6 +157,15 @@ def append_padded(k, v, k_cache, v_cache, q, *others):
     """The same on copies of the caches whose rows are padded to multiples of 16 bytes, as a GPU's kernel
     needs; FlashAttention does so too."""
     step, dim, dim_v = row_step(k_cache), k_cache.shape[-1], v_cache.shape[-1]
+    # A copy of each would write back over what the other has.
+    pages = k_cache.stride(0) * k_cache.element_size()
+    apart = v_cache.data_ptr() - k_cache.data_ptr()
+    is_alike = pages and k_cache.stride() == v_cache.stride()
+    if is_alike and apart % pages == 0 and abs(apart) < k_cache.shape[0] * pages:
+        raise _core.UnsupportedError(
+            f"k_cache and v_cache in pages of one tensor with rows of {dim} elements: a GPU's kernel needs "
+            f"multiples of {step}, pad the rows or give two tensors"
+        )
     columns, columns_v = -(-dim // step) * step, -(-dim_v // step) * step
     k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
     # Numbers in an element of the caches.

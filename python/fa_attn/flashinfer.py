@@ -63,6 +63,7 @@ from ._flashinfer_decode import (
 )
 from ._flashinfer_mla import (
     BatchMLAPagedAttentionWrapper,
+    trtllm_batch_decode_sparse_mla_dsv4,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
     xqa_mla,
@@ -124,6 +125,7 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
     "stand_in",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_fmha_v2_prefill",
@@ -152,6 +154,7 @@ _MODULES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
         "cudnn_batch_decode_with_kv_cache",
+        "trtllm_batch_decode_sparse_mla_dsv4",
         "trtllm_batch_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache",
@@ -176,6 +179,7 @@ _MODULES = {
     ),
     "mla": (
         "BatchMLAPagedAttentionWrapper",
+        "trtllm_batch_decode_sparse_mla_dsv4",
         "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache_mla",
     ),

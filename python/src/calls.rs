@@ -369,9 +369,14 @@ fn check_apart(arrays: &Appended<'_>) -> PyResult<()> {
         return Ok(());
     }
     if overlap::share_elements(k_cache, v_cache) {
-        return Err(InputError::new_err(
-            "k_cache and v_cache have elements in common: both are written, give two that have none",
-        ));
+        let apart = arrays.page_table.as_ref().and_then(|_| overlap::pages_between(k_cache, v_cache));
+        // Which pages a table names is not read on a GPU.
+        let is_seen = k_cache.place == Place::Cpu;
+        if apart.is_none_or(|pages| is_seen && host::pages_meet(arrays, pages)) {
+            return Err(InputError::new_err(
+                "k_cache and v_cache have elements in common: both are written, give two that have none",
+            ));
+        }
     }
     // Queries are read here where they are turned. Tables of another type cannot lie in a cache.
     let q = q.as_ref().filter(|_| tables.is_some());

@@ -1,6 +1,7 @@
 //! Calls on arrays in the CPU's memory.
 #![allow(unsafe_code)]
 
+use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use fa_attn::{
@@ -136,6 +137,27 @@ pub(crate) struct Appended<'py> {
     pub used_out: Option<View<'py>>,
     pub k_descale: Option<View<'py>>,
     pub v_descale: Option<View<'py>>,
+}
+
+/// Whether a page of K that sequences use is one of V, which lies so many pages behind it.
+pub(crate) fn pages_meet(arrays: &Appended<'_>, apart: i64) -> bool {
+    let (Some(table), Some(used)) = (&arrays.page_table, &arrays.seqused_k) else { return false };
+    let [page, columns] = [arrays.k_cache.shape()[1].max(1), table.shape()[1].max(1)];
+    let starts = arrays.cu_new.as_ref().map(ints);
+    let new = |at: usize| match starts {
+        Some(starts) => {
+            starts.get(at + 1).zip(starts.get(at)).map_or(0, |(end, begin)| end.saturating_sub(*begin))
+        }
+        None => i32::try_from(arrays.k_new.shape()[1]).unwrap_or(i32::MAX),
+    };
+    let rows = ints(table).chunks(columns).zip(ints(used)).enumerate();
+    let named: HashSet<i64> = rows
+        .flat_map(|(at, (pages, used))| {
+            let rows = usize::try_from(used.saturating_add(new(at))).unwrap_or(0);
+            pages.iter().take(rows.div_ceil(page)).map(|page| i64::from(*page))
+        })
+        .collect();
+    named.iter().any(|page| named.contains(&(page + apart)))
 }
 
 /// Appends; returns how many rows had no slot.

@@ -35,6 +35,24 @@ pub(crate) fn share_elements(one: &View<'_>, other: &View<'_>) -> bool {
     places_meet(&axes(one, sizes[0]), &axes(other, sizes[1]), bytes / unit)
 }
 
+/// By how many of its pages another cache lies behind a cache, where the two are of one form and share whole
+/// pages alone: K and V in blocks of one buffer, whose tables name apart what they write.
+pub(crate) fn pages_between(one: &View<'_>, other: &View<'_>) -> Option<i64> {
+    let (page, rows) = one.strides().split_first()?;
+    let is_alike = one.shape().get(1..) == other.shape().get(1..)
+        && one.strides() == other.strides()
+        && one.element_bytes() == other.element_bytes();
+    let lengths = one.shape().get(1..)?.iter().zip(rows);
+    let extent = lengths.map(|(&len, &stride)| (len as i128 - 1) * i128::from(stride)).sum::<i128>() + 1;
+    let step = i128::from(*page) * i128::from(one.element_bytes());
+    let bytes = i128::from(other.address()) - i128::from(one.address());
+    let is_whole = rows.iter().all(|stride| *stride >= 0) && extent <= i128::from(*page) && bytes % step == 0;
+    (is_alike && is_whole)
+        .then(|| bytes / step)
+        .and_then(|pages| i64::try_from(pages).ok())
+        .filter(|pages| *pages != 0)
+}
+
 /// Whether steps in one array (stride and most steps of each axis) lead as far as steps in another that
 /// begins `apart` elements behind it.
 fn places_meet(one: &[(i128, i128)], other: &[(i128, i128)], apart: i128) -> bool {

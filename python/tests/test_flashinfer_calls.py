@@ -391,6 +391,77 @@ def test_named_rows_by_tensorrts_name(device, dtype, tokens):
                 close(out_lse.view(3, tokens, HEADS)[i, j], lse[0], dtype)
 
 
+def rows_of_584(rows):
+    """(pages of bytes (pages, page, 584), what they stand for): scales of 1."""
+    codes, turned = rows[..., :448].to(torch.float8_e4m3fn), rows[..., 448:].bfloat16()
+    whole = torch.cat([x.contiguous().view(torch.uint8) for x in (codes, turned)], -1)
+    scales = torch.full((*rows.shape[:2], 8), 127, dtype=torch.uint8, device=rows.device)
+    cache = torch.cat([whole.flatten(1), scales.flatten(1)], 1).view(*rows.shape[:2], 584)
+    return cache, torch.cat([codes.double(), turned.double()], -1)
+
+
+@on
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", ["numbers", "codes", "bytes"])
+def test_window_and_compressed_rows_of_deepseek_v4(device, dtype, kind, tokens):
+    """By one table for both caches with the keys of each request, and by tables apart; with sinks."""
+    dtype = torch.bfloat16 if kind != "numbers" and dtype is torch.float32 else dtype
+    torch.manual_seed(6)
+    window, compressed = torch.randn(50, 4, 512).to(device, dtype), torch.randn(12, 2, 512).to(device, dtype)
+    exact = [x.double() for x in (window, compressed)]
+    if kind == "codes":
+        window, compressed = (x.to(torch.float8_e4m3fn) for x in (window, compressed))
+        exact = [x.double() for x in (window, compressed)]
+    elif kind == "bytes":
+        (window, own), (compressed, more) = rows_of_584(window), rows_of_584(compressed)
+        exact = [own, more]
+    own, more = (x.flatten(0, 1)[:, None] for x in exact)
+    q, sinks = tensors(device, dtype, (3, tokens, HEADS, 512), (HEADS,), grad=False)
+    sinks, total = sinks.float(), 3 * tokens
+    named = torch.stack([torch.randperm(200)[:128] for _ in range(total)]).int().to(device)
+    extra = torch.stack([torch.randperm(24)[:8] for _ in range(total)]).int().to(device)
+    extra[0, 2] = -1
+    lengths = torch.tensor([300, 9, 3], dtype=torch.int32, device=device)
+    of_window = torch.stack([lengths - tokens + 1 + j for j in range(tokens)], 1).flatten().clamp(0, 128)
+    of_more = torch.tensor([8, 0, 5, 3, 8, 1], dtype=torch.int32, device=device)[:total]
+    both = torch.cat((named, extra), 1)
+    name, scale = flashinfer.trtllm_batch_decode_sparse_mla_dsv4, 0.03
+    combined = dict(sparse_topk_lens=of_more + 128, seq_lens=lengths, sinks=sinks)
+    options = dict(bmm1_scale=scale, bmm2_scale=0.5)
+    made = [name(q, window, None, both, compressed, **combined, **options)]
+    starts = torch.arange(4, dtype=torch.int32, device=device) * tokens
+    wide = dict(kv_layout="NHD", cum_seq_lens_q=starts, max_q_len=tokens, **combined, **options)
+    made.append(name(q.flatten(0, 1), window[:, :, None], None, both, compressed[:, :, None], **wide))
+    apart = dict(swa_topk_lens=of_window, extra_sparse_indices=extra, extra_sparse_topk_lens=of_more)
+    out = torch.empty_like(q)
+    numbers = {k: torch.tensor([v], device=device) for k, v in options.items()}
+    assert name(q, window[:, None], None, named, compressed, out=out, sinks=sinks, **apart, **numbers) is out
+    made.append(out)
+    alone = name(q, window, None, named, swa_topk_lens=of_window, **options)
+    assert all(x.dtype is dtype for x in made)
+    for i in range(total):
+        seen = own[named[i, : of_window[i]].long()]
+        rows = extra[i, : of_more[i]]
+        for have, keys, sink in (
+            (made, torch.cat((seen, more[rows[rows >= 0].long()])), sinks),
+            ([alone], seen, None),
+        ):
+            sees = torch.ones(1, keys.shape[0], dtype=torch.bool, device=device)
+            want = 0.5 * attention(q.flatten(0, 1)[i][None], keys, keys, sees, scale, sink)[0]
+            for part in have:
+                # P is of 8 bits, too, where a kernel computes in 8 bits, and q is rounded once more.
+                close(part.view(total, HEADS, 512)[i][None], want, dtype, 4)
+    for mistake, words in (
+        (dict(combined, **apart), "leave the others out"),
+        (dict(sparse_topk_lens=of_more + 128), "give seq_lens too"),
+        (dict(apart, hca_seq_lens=lengths), "hca_seq_lens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            name(q, window, None, both, compressed, **mistake)
+    with pytest.raises(fa_attn.InputError, match="compressed_kv_cache is None"):
+        name(q, window, None, named, **apart)
+
+
 @on
 def test_codes_by_tensorrts_name(device, dtype):
     if dtype is torch.float32:

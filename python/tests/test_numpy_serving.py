@@ -260,6 +260,18 @@ def test_caches_that_share_memory():
     cache = lambda begin: flat[begin : begin + 256].reshape(1, 16, 2, 8)  # noqa: E731
     append(cache(0), cache(256))
     append(cache(300), cache(0))
+    blocks, used = np.zeros((5, 16, 2, 8), np.float32), np.array([20], np.int32)
+
+    def append_to_pages(*pages):
+        table = np.array([pages], np.int32)
+        return fa_attn.flash_attn_with_kvcache(
+            q, blocks[:4], blocks[1:], *new, cache_seqlens=used, block_table=table
+        )
+
+    append_to_pages(2, 0)
+    assert (blocks[[0, 1], 4] == new[:, 0, 0]).all() and np.count_nonzero(blocks) == new.size
+    with pytest.raises(fa_attn.InputError, match="k_cache and v_cache have elements in common"):
+        append_to_pages(2, 1)
     turned = np.zeros((16, 16, 2, 8), np.float32)
     for k, v in (
         (cache(0), cache(0)),

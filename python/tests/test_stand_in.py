@@ -115,6 +115,65 @@ def test_rows_are_put_back_at_indices_of_any_integers():
         assert torch.equal(index_first_axis(placed, at), x)
 
 
+def test_functions_of_autograd_by_the_order_of_their_arguments():
+    """As programs call them that leave out the functions around them; with the names that modules.mha has."""
+    import flash_attn
+    from flash_attn import flash_attn_interface as by_class
+    from flash_attn.bert_padding import IndexFirstAxis, IndexPutFirstAxis
+    from flash_attn.modules import mha
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), grad=True)
+    wide = torch.stack((q, *(x.repeat_interleave(2, 2) for x in (k, v))), 2)
+    want, want_lse = definition(q, k, v, causal=True, scale=0.3, window=(4, 0), return_lse=True)
+    options = (0.0, 0.3, True, (4, 0), 0.0, None, False)
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    lengths = (starts, starts, 9, 9)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    pairs = torch.stack((k, v), 2)
+    calls = [
+        (by_class.FlashAttnFunc, (q, k, v)),
+        (by_class.FlashAttnKVPackedFunc, (q, pairs)),
+        (by_class.FlashAttnQKVPackedFunc, (wide,)),
+        (by_class.FlashAttnVarlenFunc, (*flat, *lengths)),
+        (by_class.FlashAttnVarlenKVPackedFunc, (flat[0], pairs.flatten(0, 1), *lengths)),
+        (by_class.FlashAttnVarlenQKVPackedFunc, (wide.flatten(0, 1), starts, 9)),
+    ]
+    need = torch.autograd.grad(want.square().sum(), (q, k, v))
+    for function, arrays in calls:
+        pages = (None,) if function is by_class.FlashAttnVarlenFunc else ()
+        out, lse, _ = function.apply(*arrays, *options, True, *pages, True)
+        lse = lse if lse.dim() == 3 else lse.unflatten(1, (2, 9)).transpose(0, 1)
+        close(out.view_as(want), want, torch.float32)
+        close(lse, want_lse, torch.float32)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
+        for have, grad in zip(grads, need):
+            close(have, grad, torch.float32, factor=10)
+        assert not function.apply(*arrays, *options, False, *pages, False).requires_grad
+    rows = torch.randn(6, 3, requires_grad=True)
+    places = torch.tensor([4, 0, 5])
+    taken = IndexFirstAxis.apply(rows, places)
+    put = IndexPutFirstAxis.apply(taken, places, 6)
+    (grad,) = torch.autograd.grad(put.sum(), rows)
+    assert torch.equal(taken, rows[places]) and torch.equal(put[places], taken)
+    assert grad.sum() == 9 and not grad[[1, 2, 3]].any()
+    names = "kvpacked_func qkvpacked_func varlen_kvpacked_func varlen_qkvpacked_func with_kvcache".split()
+    assert all(getattr(mha, f"flash_attn_{x}") is getattr(flash_attn, f"flash_attn_{x}") for x in names)
+
+
+def test_functions_of_rotary_embedding_by_the_order_of_their_arguments():
+    from flash_attn.layers import rotary
+
+    cos, sin = torch.rand(2, 12, 4)
+    x, qkv = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 3, 4, 16)
+    want = rotary.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2)
+    assert torch.equal(rotary.ApplyRotaryEmb.apply(x, cos, sin, True, False, 2), want)
+    tables = (cos, sin, cos * 2, sin * 2)
+    want = rotary.apply_rotary_emb_qkv_(qkv.clone(), *tables, True, 2)
+    assert torch.equal(rotary.ApplyRotaryEmbQKV_.apply(qkv.clone(), *tables, True, 2), want)
+    want = rotary.apply_rotary_emb_kv_(qkv[:, :, 1:].clone(), cos, sin, True, 2)
+    assert torch.equal(rotary.ApplyRotaryEmbKV_.apply(qkv[:, :, 1:].clone(), cos, sin, True, 2), want)
+
+
 def test_the_extension_module_by_the_order_of_its_arguments():
     """As xformers calls it, which has an autograd of its own."""
     from flash_attn.flash_attn_interface import flash_attn_gpu

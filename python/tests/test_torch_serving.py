@@ -153,6 +153,31 @@ def test_a_cache_is_appended_to(device, dtype):
 
 
 @on
+@pytest.mark.parametrize(
+    "apart, pages", [(1, (6, 0, 2, 8, 4, 10)), (-1, (6, 0, 2, 8, 4, 10)), (3, (0, 1, 2, 6, 7, 8))]
+)
+def test_keys_and_values_in_pages_of_one_tensor(device, dtype, apart, pages):
+    """As transformers' continuous batching lays them: V's page is one of K's that no table names."""
+    torch.manual_seed(9)
+    blocks = torch.randn(13, 4, 2, 64).to(device, dtype)
+    k, v = (blocks[max(x, 0) : 13 + min(x, 0)] for x in (-apart, apart))
+    q, *new = tensors(device, dtype, (2, 2, 4, 64), (2, 2, 2, 64), (2, 2, 2, 64), grad=False)
+    table = torch.tensor(pages, dtype=torch.int32, device=device).view(2, 3)
+    used = torch.tensor([9, 6], dtype=torch.int32, device=device)
+    caches = k.clone(), v.clone()
+    options = dict(cache_seqlens=used, causal=True, block_table=table)
+    want = fa_attn.flash_attn_with_kvcache(q, *caches, *new, **options)
+    out = fa_attn.flash_attn_with_kvcache(q, k, v, *new, **options)
+    assert torch.equal(out, want)
+    assert all(torch.equal(x[table.long()], y[table.long()]) for x, y in zip((k, v), caches))
+    if device == "cpu":
+        # V of the first page would lie where K of the second does.
+        table[0, 1] = table[0, 0] + apart
+        with pytest.raises(fa_attn.InputError, match="k_cache and v_cache have elements in common"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, *new, **options)
+
+
+@on
 def test_a_cache_with_padding_before_its_keys(device, dtype):
     q, k, v = tensors(device, dtype, (3, 4, 4, 64), (3, 40, 2, 64), (3, 40, 2, 64), grad=False)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731

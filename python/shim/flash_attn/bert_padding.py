@@ -23,6 +23,18 @@ def index_put_first_axis(values, indices, first_axis_dim):
     return rows.index_copy(0, indices.long(), values)
 
 
+class IndexFirstAxis:
+    """The first of these functions as programs call it that take it for autograd's."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """The second, likewise."""
+
+    apply = staticmethod(index_put_first_axis)
+
+
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """Rows of (batch, seqlen, ...) where either mask is set, end to end: (rows, their indices, starts int32
     (batch + 1,), the longest length, rows of `attention_mask` per sequence)."""

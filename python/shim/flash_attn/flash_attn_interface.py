@@ -1,6 +1,8 @@
 """Stands in for flash_attn.flash_attn_interface; with it the functions below FlashAttention-2's own autograd,
 which ring attention and other parallel schemes call: forward and backward of a part of the keys."""
 
+import inspect
+
 import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
 import torch
 
@@ -8,8 +10,41 @@ import fa_attn
 from fa_attn import UnsupportedError
 
 from . import *  # noqa: F403
+from . import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 USE_TRITON_ROCM = False
+
+
+def _autograd_function(name, function, takes_pages=False):
+    """A class whose `apply` takes a function's arguments by their order, but for those of this package's own, then
+    whether gradients are wanted."""
+    last = "block_table" if takes_pages else "return_attn_probs"
+    count = list(inspect.signature(function).parameters).index(last) + 1
+
+    def apply(*given):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and all(given[count:])):
+            return function(*given[:count])
+
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": f"`{function.__name__}` by its `apply`."})
+
+
+FlashAttnFunc = _autograd_function("FlashAttnFunc", flash_attn_func)
+FlashAttnKVPackedFunc = _autograd_function("FlashAttnKVPackedFunc", flash_attn_kvpacked_func)
+FlashAttnQKVPackedFunc = _autograd_function("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = _autograd_function("FlashAttnVarlenFunc", flash_attn_varlen_func, True)
+FlashAttnVarlenKVPackedFunc = _autograd_function(
+    "FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func
+)
+FlashAttnVarlenQKVPackedFunc = _autograd_function(
+    "FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func
+)
 
 
 def maybe_contiguous(x):

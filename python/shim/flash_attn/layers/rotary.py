@@ -80,6 +80,24 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     return _in_place(kv, turn)
 
 
+class ApplyRotaryEmb:
+    """`apply_rotary_emb` as programs call it that take it for autograd's, by the order of its arguments."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """`apply_rotary_emb_qkv_`, likewise."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """`apply_rotary_emb_kv_`, likewise."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Rotates q and k by their positions, with tables of cosines and sines that grow as sequences do. With
     `scale_base` keys and queries are scaled by their distance from the middle (XPos)."""

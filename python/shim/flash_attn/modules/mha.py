@@ -8,6 +8,13 @@ from torch.utils.checkpoint import checkpoint
 import fa_attn
 from fa_attn import InputError, UnsupportedError
 
+from .. import (  # noqa: F401
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from ..layers.rotary import RotaryEmbedding
 
 
