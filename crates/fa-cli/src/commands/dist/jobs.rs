@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 
 /// The variable by which the parent says how long to wait.
 pub(super) const DEADLINE_VARIABLE: &str = "FA_DIST_DEADLINE";
+/// That by which it says what ranks send by.
+pub(super) const TRANSPORT_VARIABLE: &str = "FA_DIST_TRANSPORT";
+/// That by which it says how many ranks are threads of the process.
+pub(super) const THREADS_VARIABLE: &str = "FA_DIST_THREADS";
 
 /// What a job is about.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
