@@ -64,7 +64,9 @@ impl Default for RankOptions {
 /// A stream's priority: less is earlier.
 const HIGHEST: i32 = -5;
 
-/// One GPU of several: a process or a thread each.
+/// One GPU of several, or a part of its work: a process or a thread each. Where ranks copy, the end of one
+/// waits for those of other processes, which may still have its memory, for 10 s at most; and ranks that are
+/// threads of one GPU need streams of their own, not its default stream.
 pub struct Rank {
     pub(super) gpu: Arc<Gpu>,
     pub(super) place: Place,
@@ -210,5 +212,19 @@ impl Rank {
             Some(lost) => Err(lost.while_doing(doing)),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank may be made by one thread and used by another.
+    #[test]
+    fn ranks_are_sent_to_threads() {
+        const fn is_sent<T: Send>() {}
+        const { is_sent::<Rank>() };
+        assert_eq!(RankOptions::default().transport, Transport::Auto);
+        assert_eq!(Transport::ALL.map(Transport::name), ["auto", "nccl", "copies"]);
     }
 }

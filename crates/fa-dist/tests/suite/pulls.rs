@@ -86,7 +86,10 @@ fn by_messages(programs: &[Program]) -> Vec<Memory> {
     let ends = |rank: usize| programs[rank].steps.len() * CALLS;
     while (0..programs.len()).any(|rank| next[rank] < ends(rank)) {
         let before = (next.clone(), sent.clone());
-        for (rank, program) in programs.iter().enumerate().filter(|(rank, _)| next[*rank] < ends(*rank)) {
+        for (rank, program) in programs.iter().enumerate() {
+            if next[rank] == ends(rank) {
+                continue;
+            }
             let number = next[rank] % program.steps.len();
             let Op::Exchange { sends, recvs } = &program.steps[number].op else {
                 memory[rank].apply(program, number);
