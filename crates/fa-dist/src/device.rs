@@ -172,8 +172,35 @@ impl DeviceAttention {
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        let done = self.enqueue_backward(forward, tensors, stream);
+        let done = self.enqueue_backward(forward, tensors, stream, None);
         self.rank.told(done)
+    }
+
+    /// A backward whose steps are timed, as [`DeviceAttention::timed`] times those of a forward.
+    ///
+    /// # Errors
+    /// As [`DeviceAttention::backward`].
+    pub fn timed_backward<T: Half>(
+        &mut self,
+        forward: &DeviceForward<T>,
+        tensors: &mut DeviceBackward<T>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Vec<StepTime>, Error> {
+        let Some(prepared) = &self.backward else { return Err(self.no_backward()) };
+        let marks = Marks::new(&self.rank.gpu, prepared.program.steps.len())?;
+        let done = self.enqueue_backward(forward, tensors, stream, Some(&marks));
+        self.rank.told(done)?;
+        self.rank.wait(stream)?;
+        self.backward.as_ref().map_or(Ok(Vec::new()), |own| marks.times(&own.program))
+    }
+
+    fn no_backward(&self) -> Error {
+        Error::Refused {
+            scheme: self.plan.scheme().name(),
+            world: self.plan.world(),
+            what: "gradients, which were not asked for".to_owned(),
+            instead: "make the attention with a backward pass".to_owned(),
+        }
     }
 
     fn enqueue_backward<T: Half>(
@@ -181,6 +208,7 @@ impl DeviceAttention {
         forward: &DeviceForward<T>,
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
+        marks: Option<&Marks>,
     ) -> Result<(), Error> {
         self.rank.check("a backward")?;
         self.check_types::<T, T>()?;
@@ -195,14 +223,7 @@ impl DeviceAttention {
             ("dv", Buffer::Dv, tensors.dv.placement.shape),
         ])?;
         self.check_lse(forward.rows)?;
-        let Some(prepared) = &self.backward else {
-            return Err(Error::Refused {
-                scheme: self.plan.scheme().name(),
-                world: self.plan.world(),
-                what: "gradients, which were not asked for".to_owned(),
-                instead: "make the attention with a backward pass".to_owned(),
-            });
-        };
+        let Some(prepared) = &self.backward else { return Err(self.no_backward()) };
         let raw = tensors.raw(forward, stream);
         let given = Given {
             q: Some(raw.q),
@@ -224,7 +245,7 @@ impl DeviceAttention {
             let (got, need) = ("not given".to_owned(), format!("{} elements", self.plan.problem().heads_q));
             return Err(Error::Tensor { tensor: "dsinks", got, need });
         }
-        launch(&mut self.rank, prepared, given, stream, None)
+        launch(&mut self.rank, prepared, given, stream, marks)
     }
 
     /// Whether the arrays of a call are those of the plan.

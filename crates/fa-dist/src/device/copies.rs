@@ -14,8 +14,8 @@ use fa_core::Pass;
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys};
 
-use super::meet::{Told, agree};
-use super::memory::{Memory, Peer, copy_rows, driver};
+use super::meet::{Told, agree, number};
+use super::memory::{BLOCK, Memory, Peer, copy_rows, driver};
 use super::page::{Page, create};
 use super::prepared::Prepared;
 use crate::bootstrap::{Place, Store};
@@ -131,7 +131,7 @@ impl Copies {
         deadline: Duration,
     ) -> Result<Copies, Error> {
         let Place { rank, world, .. } = place;
-        let path = reached(gpu, rank, all).and_then(|()| (rank == 0).then(|| create(world)).transpose());
+        let path = (rank == 0).then(|| create(world)).transpose();
         let removed = Removed(path.as_ref().ok().cloned().flatten());
         let text = match &path {
             Ok(path) => path.as_ref().map_or_else(String::new, |path| path.display().to_string()),
@@ -157,42 +157,80 @@ impl Copies {
         let mut own = Copies::alone(gpu);
         (own.rank, own.deadline, own.near) = (rank, deadline, near.collect());
         (own.shared, own.lost) = (Some((shared, thread)), Box::new(store.watch()));
+        // Whether memory can be shared shows before any plan needs it.
+        let block = Memory::new(gpu, BLOCK, 0).map(|block| vec![Arc::new(block)]);
+        own.share(store, block)?;
+        own.close();
+        agree(store, "memory given back", Ok(()))?;
+        own.forget();
         Ok(own)
     }
 
-    /// What other ranks need to copy out of `memory`, as text.
-    pub(super) fn export(&mut self, memory: &Arc<Memory>) -> Result<String, Error> {
-        self.own.push(memory.clone());
-        memory.export(self.near.contains(&false))
+    /// Makes this rank's memory known to all others, and theirs to this one, or an error: where each rank's
+    /// is. All ranks call it, with as many.
+    fn share(
+        &mut self,
+        store: &mut Store,
+        memory: Result<Vec<Arc<Memory>>, Error>,
+    ) -> Result<Vec<Vec<u64>>, Error> {
+        let is_far = self.near.contains(&false);
+        let export = |all: &Vec<Arc<Memory>>| -> Result<Vec<String>, Error> {
+            all.iter().map(|memory| memory.export(is_far)).collect()
+        };
+        let own = memory.and_then(|all| Ok((export(&all)?, all)));
+        let text = match &own {
+            Ok((texts, _)) => texts.join("\n"),
+            Err(error) => format!("error: {error}"),
+        };
+        let texts = store.gather("sharing memory", &text)?;
+        let opened = own.and_then(|(_, all)| {
+            heard(&texts)?;
+            self.own.extend(all.iter().cloned());
+            (0..all.len()).map(|number| self.open(&all[number], number, &texts)).collect()
+        });
+        agree(store, "memory of all ranks", opened)
     }
 
-    /// Connects the memory of programs, of which every rank has told its own (`texts`).
+    /// Opens the memory of a number of all ranks.
+    fn open(&mut self, own: &Memory, number: usize, texts: &[String]) -> Result<Vec<u64>, Error> {
+        let mut bases = Vec::with_capacity(texts.len());
+        for (rank, text) in texts.iter().enumerate() {
+            if rank == self.rank {
+                bases.push(own.address);
+                continue;
+            }
+            let text = text.lines().nth(number).unwrap_or_default();
+            let peer = Peer::open(&self.gpu, text, self.near[rank])?.ok_or_else(|| {
+                let (theirs, ours) = (format!("{text:?}"), "memory to copy out of".to_owned());
+                Error::Mismatch { rank, theirs, ours }
+            })?;
+            bases.push(peer.address());
+            self.peers.push(peer);
+        }
+        Ok(bases)
+    }
+
+    /// Connects the memory of programs with that of the other ranks.
     pub(super) fn link(
         &mut self,
+        store: &mut Store,
         plan: &ShardPlan,
         passes: &[Pass],
         prepared: &mut [Prepared],
-        texts: &[String],
     ) -> Result<(), Error> {
-        heard(texts)?;
-        for (number, (pass, own)) in passes.iter().zip(prepared).enumerate() {
+        let of = |pass: &Pass| -> Result<Vec<Vec<Act>>, Error> {
             let programs = (0..plan.world()).map(|rank| plan.program(rank, *pass));
-            let programs = programs.collect::<Result<Vec<_>, Error>>()?;
-            let mut bases = Vec::with_capacity(texts.len());
-            for (rank, text) in texts.iter().enumerate() {
-                if rank == self.rank {
-                    bases.push(own.memory.address);
-                    continue;
-                }
-                let text = text.lines().nth(number).unwrap_or_default();
-                let peer = Peer::open(&self.gpu, text, self.near[rank])?.ok_or_else(|| {
-                    let (theirs, ours) = (format!("{text:?}"), "memory to copy out of".to_owned());
-                    Error::Mismatch { rank, theirs, ours }
-                })?;
-                bases.push(peer.address());
-                self.peers.push(peer);
-            }
-            own.links = Links { bases, acts: acts(&programs, self.rank)? };
+            acts(&programs.collect::<Result<Vec<_>, Error>>()?, self.rank)
+        };
+        let found = passes.iter().map(of).collect::<Result<Vec<_>, Error>>();
+        let memory = || prepared.iter().map(|own| own.memory.clone()).collect();
+        let (found, memory) = match found {
+            Ok(found) => (found, Ok(memory())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        let bases = self.share(store, memory)?;
+        for ((own, acts), bases) in prepared.iter_mut().zip(found).zip(bases) {
+            own.links = Links { bases, acts };
         }
         Ok(())
     }
@@ -367,35 +405,20 @@ impl Drop for Copies {
     }
 }
 
-/// Whether a rank's GPU may copy out of those of all others.
-fn reached(gpu: &Gpu, rank: usize, all: &[Told]) -> Result<(), Error> {
+/// The GPUs out of whose memory `gpu` can copy, as far as this process sees them.
+pub(super) fn reach(gpu: &Gpu) -> Result<Vec<String>, Error> {
     let asked = driver("asking about a GPU");
-    let refused = |what: String, instead: &str| Error::Transport {
-        transport: "copies",
-        what,
-        instead: instead.to_owned(),
-    };
-    for (other, told) in all.iter().enumerate().filter(|(_, told)| told.gpu != all[rank].gpu) {
-        let mut found = None;
-        for ordinal in 0..CudaContext::device_count().map_err(&asked)? {
-            let device = result::device::get(ordinal).map_err(&asked)?;
-            let uuid = result::device::get_uuid(device).map_err(&asked)?;
-            found = found.or((super::meet::number(&uuid.bytes) == told.gpu).then_some(device));
-        }
-        let device = found.ok_or_else(|| {
-            let what = format!("reach the GPU of rank {other}, which rank {rank} does not see");
-            refused(what, "name the GPUs of all ranks in CUDA_VISIBLE_DEVICES, or use NCCL")
-        })?;
+    let own = gpu.context().cu_device();
+    let mut all = Vec::new();
+    for ordinal in 0..CudaContext::device_count().map_err(&asked)? {
+        let device = result::device::get(ordinal).map_err(&asked)?;
+        let uuid = result::device::get_uuid(device).map_err(&asked)?;
         let mut can = 0;
         // SAFETY: the argument points at a local.
-        let answered = unsafe { sys::cuDeviceCanAccessPeer(&mut can, gpu.context().cu_device(), device) };
-        answered.result().map_err(&asked)?;
-        if can == 0 {
-            let what = format!("reach the GPU of rank {other} from that of rank {rank}, which are no peers");
-            return Err(refused(what, "use NCCL"));
-        }
+        unsafe { sys::cuDeviceCanAccessPeer(&mut can, own, device) }.result().map_err(&asked)?;
+        all.extend((device == own || can != 0).then(|| number(&uuid.bytes)));
     }
-    Ok(())
+    Ok(all)
 }
 
 /// The first error that a rank has told.

@@ -1,4 +1,4 @@
-//! What ranks tell each other when they meet, and by what they send.
+//! What ranks tell each other when they meet, and whether they copy.
 
 use std::hash::{BuildHasher, Hasher};
 use std::sync::OnceLock;
@@ -6,7 +6,6 @@ use std::sync::OnceLock;
 use super::rank::Transport;
 use crate::bootstrap::Store;
 use crate::error::Error;
-use crate::nccl::UniqueId;
 
 /// What a rank is to the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,14 +18,8 @@ pub(super) struct Told {
     pub(super) gpu: String,
     /// Its process.
     pub(super) process: String,
-    /// NCCL's id, which is rank 0's, or why the rank has no NCCL.
-    pub(super) nccl: Result<String, String>,
-}
-
-/// What ranks send by, as they agree on.
-pub(super) enum Chosen {
-    Nccl(UniqueId),
-    Copies,
+    /// The GPUs out of whose memory its own can copy.
+    pub(super) reach: Vec<String>,
 }
 
 /// This host, by its name and by when it was started; of a system that does not say so no two processes are
@@ -65,73 +58,60 @@ pub(super) fn agree<T>(store: &mut Store, text: &str, done: Result<T, Error>) ->
 
 impl Told {
     pub(super) fn text(&self) -> String {
-        let nccl = match &self.nccl {
-            Ok(id) => format!("id {id}"),
-            Err(error) => format!("error {error}"),
-        };
-        [self.transport.name(), &self.host, &self.gpu, &self.process, &nccl].join("\n")
+        [self.transport.name(), &self.host, &self.gpu, &self.process, &self.reach.join(" ")].join("\n")
     }
 
     pub(super) fn of(text: &str) -> Option<Told> {
-        let mut fields = text.splitn(5, '\n');
+        let mut fields = text.split('\n');
         let transport = fields.next()?;
         let transport = Transport::ALL.into_iter().find(|own| own.name() == transport)?;
         let mut own = || fields.next().map(str::to_owned);
-        let (host, gpu, process) = (own()?, own()?, own()?);
-        let (kind, text) = fields.next()?.split_once(' ')?;
-        let nccl = if kind == "id" { Ok(text.to_owned()) } else { Err(text.to_owned()) };
-        Some(Told { transport, host, gpu, process, nccl })
+        let (host, gpu, process, reach) = (own()?, own()?, own()?, own()?);
+        let reach = reach.split(' ').map(str::to_owned).collect();
+        fields.next().is_none().then_some(Told { transport, host, gpu, process, reach })
     }
 }
 
-/// What all ranks send by, from what each has told: all of them find the same, or each an error.
-pub(super) fn choose(rank: usize, all: &[Told]) -> Result<Chosen, Error> {
+fn refused(transport: &'static str, what: String, instead: &str) -> Error {
+    Error::Transport { transport, what, instead: instead.to_owned() }
+}
+
+/// Whether ranks copy, from what each has told: all of them find the same, or each an error.
+pub(super) fn copies(rank: usize, all: &[Told]) -> Result<bool, Error> {
     let own = &all[rank];
     let differs = |told: &&Told| told.transport != own.transport;
     if let Some((rank, other)) = all.iter().enumerate().find(|(_, told)| differs(told)) {
         let [theirs, ours] = [other, own].map(|told| format!("transport {}", told.transport.name()));
         return Err(Error::Mismatch { rank, theirs, ours });
     }
-    let is_apart = |told: &Told| told.host != all[0].host;
-    let apart = all.iter().position(is_apart);
-    let of_gpu =
-        |told: &Told| all.iter().position(|other| (&other.host, &other.gpu) == (&told.host, &told.gpu));
-    let shared =
-        all.iter().enumerate().find_map(|(at, told)| Some((of_gpu(told)?, at)).filter(|(a, b)| a != b));
-    let without = all.iter().enumerate().find_map(|(at, told)| Some((at, told.nccl.as_ref().err()?)));
-    let by_copies = match own.transport {
-        Transport::Nccl => false,
-        Transport::Copies => true,
-        Transport::Auto => apart.is_none() && (shared.is_some() || without.is_some()),
+    let apart = all.iter().position(|told| told.host != all[0].host);
+    let apart = apart.map(|other| format!("join ranks 0 and {other}, which are on different hosts"));
+    let pairs = (0..all.len()).flat_map(|from| (0..all.len()).map(move |to| (from, to)));
+    let is_out_of_reach = |(from, to): &(usize, usize)| {
+        all[*from].gpu != all[*to].gpu && !all[*from].reach.contains(&all[*to].gpu)
     };
-    if by_copies {
-        let Some(other) = apart else { return Ok(Chosen::Copies) };
-        return Err(Error::Transport {
-            transport: "copies",
-            what: format!("join ranks 0 and {other}, which are on different hosts"),
-            instead: "use NCCL".to_owned(),
-        });
+    let beyond = pairs.into_iter().find(is_out_of_reach).map(|(from, to)| {
+        format!(
+            "reach the GPU of rank {to} from rank {from}: they are no peers, or CUDA_VISIBLE_DEVICES hides one"
+        )
+    });
+    match (own.transport, apart.or(beyond)) {
+        (Transport::Nccl, _) | (Transport::Auto, Some(_)) => Ok(false),
+        (Transport::Auto | Transport::Copies, None) => Ok(true),
+        (Transport::Copies, Some(what)) => Err(refused("copies", what, "use NCCL")),
     }
-    if let Err(tried) = &own.nccl {
-        return Err(Error::NoNccl { tried: tried.clone() });
+}
+
+/// Whether each rank has a GPU of its own, as NCCL needs.
+pub(super) fn has_gpus(all: &[Told]) -> Result<(), Error> {
+    for (other, told) in all.iter().enumerate() {
+        let is_same = |one: &Told| (&one.host, &one.gpu) == (&told.host, &told.gpu);
+        if let Some(one) = all[..other].iter().position(is_same) {
+            let what = format!("join ranks {one} and {other}, which have one GPU");
+            return Err(refused("NCCL", what, "use copies, which ranks of one host can, or a GPU for each"));
+        }
     }
-    if let Some((rank, error)) = without {
-        let (theirs, ours) = (format!("error: {error}"), "NCCL".to_owned());
-        return Err(Error::Mismatch { rank, theirs, ours });
-    }
-    if let Some((one, other)) = shared {
-        return Err(Error::Transport {
-            transport: "NCCL",
-            what: format!("join ranks {one} and {other}, which have one GPU"),
-            instead: "use copies, which ranks of one host can, or a GPU for each rank".to_owned(),
-        });
-    }
-    let id = all[0].nccl.as_ref().ok().and_then(|id| UniqueId::from_hex(id));
-    id.map(Chosen::Nccl).ok_or_else(|| Error::Mismatch {
-        rank: 0,
-        theirs: "no NCCL id".to_owned(),
-        ours: "NCCL".to_owned(),
-    })
+    Ok(())
 }
 
 #[cfg(test)]
@@ -139,16 +119,15 @@ mod tests {
     use super::*;
 
     fn told(rank: usize, transport: Transport) -> Told {
-        let nccl = Ok(if rank == 0 { "ab".repeat(128) } else { String::new() });
-        let (host, gpu, process) = ("boot name".to_owned(), format!("gpu {rank}"), format!("{rank:x}"));
-        Told { transport, host, gpu, process, nccl }
+        let (host, gpu, process) = ("boot name".to_owned(), format!("gpu{rank}"), format!("{rank:x}"));
+        Told { transport, host, gpu, process, reach: (0..3).map(|rank| format!("gpu{rank}")).collect() }
     }
 
     /// What each of the ranks finds.
     fn found(all: &[Told]) -> Vec<String> {
-        let of = |rank: usize| match choose(rank, all) {
-            Ok(Chosen::Nccl(id)) => format!("nccl {}", &id.to_hex()[..4]),
-            Ok(Chosen::Copies) => "copies".to_owned(),
+        let of = |rank: usize| match copies(rank, all) {
+            Ok(true) => "copies".to_owned(),
+            Ok(false) => has_gpus(all).map_or_else(|error| error.to_string(), |()| "nccl".to_owned()),
             Err(error) => error.to_string(),
         };
         (0..all.len()).map(of).collect()
@@ -156,8 +135,8 @@ mod tests {
 
     #[test]
     fn what_ranks_tell_survives_its_text() {
-        for nccl in [Ok(String::new()), Ok("00".repeat(128)), Err("a line\nand another".to_owned())] {
-            let own = Told { nccl, ..told(3, Transport::Copies) };
+        for reach in [Vec::from(["a".to_owned()]), Vec::from(["a".to_owned(), "b".to_owned()])] {
+            let own = Told { reach, ..told(3, Transport::Copies) };
             assert_eq!(Told::of(&own.text()), Some(own));
         }
         assert_eq!(Told::of("hello"), None);
@@ -166,31 +145,27 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_choose_for_themselves_take_nccl_where_all_can() {
+    fn ranks_that_choose_for_themselves_copy_where_all_can() {
         let all = [0, 1, 2].map(|rank| told(rank, Transport::Auto));
-        assert_eq!(found(&all), ["nccl abab"; 3]);
+        assert_eq!(found(&all), ["copies"; 3]);
         let mut one_gpu = all.clone();
-        one_gpu[2].gpu = "gpu 1".to_owned();
+        one_gpu[2].gpu = "gpu1".to_owned();
         assert_eq!(found(&one_gpu), ["copies"; 3]);
-        let mut none = all.clone();
-        none[1].nccl = Err("nowhere".to_owned());
-        assert_eq!(found(&none), ["copies"; 3]);
-        // Between hosts there is nothing else, and GPUs of two hosts are never one.
+        // Of a rank that sees its own GPU alone none knows whether others are peers.
+        let mut hidden = all.clone();
+        hidden[1].reach = Vec::from(["gpu1".to_owned()]);
+        assert_eq!(found(&hidden), ["nccl"; 3]);
+        // GPUs of two hosts are never one.
         let mut hosts = all.clone();
-        (hosts[2].host, hosts[2].gpu) = ("boot other".to_owned(), "gpu 1".to_owned());
-        assert_eq!(found(&hosts), ["nccl abab"; 3]);
-        hosts[1].nccl = Err("nowhere".to_owned());
-        let errors = found(&hosts);
-        assert!(errors[0].starts_with("rank 1 has error: nowhere"), "{errors:?}");
-        assert!(errors[1].starts_with("no usable NCCL (nowhere)"), "{errors:?}");
+        (hosts[2].host, hosts[2].gpu) = ("boot other".to_owned(), "gpu1".to_owned());
+        assert_eq!(found(&hosts), ["nccl"; 3]);
     }
 
     #[test]
     fn what_is_asked_for_is_taken_or_refused_by_all() {
         for transport in [Transport::Nccl, Transport::Copies] {
             let all = [0, 1].map(|rank| told(rank, transport));
-            let named = if transport == Transport::Nccl { "nccl abab" } else { "copies" };
-            assert_eq!(found(&all), [named; 2]);
+            assert_eq!(found(&all), [transport.name(); 2]);
             let mut odd = all.clone();
             odd[1].transport = Transport::Auto;
             let errors = found(&odd);
@@ -203,17 +178,19 @@ mod tests {
             found(&far),
             ["copies cannot join ranks 0 and 1, which are on different hosts: use NCCL"; 2]
         );
+        let mut hidden = [0, 1].map(|rank| told(rank, Transport::Copies));
+        hidden[1].reach.clear();
+        let errors = found(&hidden);
+        assert!(
+            errors.iter().all(|error| error.starts_with("copies cannot reach the GPU of rank 0 from rank 1"))
+        );
         let mut one_gpu = [0, 1].map(|rank| told(rank, Transport::Nccl));
-        one_gpu[1].gpu = "gpu 0".to_owned();
+        one_gpu[1].gpu = "gpu0".to_owned();
         let errors = found(&one_gpu);
         assert!(
             errors
                 .iter()
                 .all(|error| error.starts_with("NCCL cannot join ranks 0 and 1, which have one GPU"))
         );
-        let mut none = [0, 1].map(|rank| told(rank, Transport::Nccl));
-        none[0].nccl = Err("nowhere".to_owned());
-        let errors = found(&none);
-        assert!(errors[0].starts_with("no usable NCCL") && errors[1].starts_with("rank 0 has error"));
     }
 }

@@ -19,13 +19,15 @@ use crate::plan::ShardPlan;
 /// What ranks on GPUs send by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// NCCL where every rank has it and a GPU of its own, else copies, which ranks of one host can.
+    /// Copies where all ranks are on one host and reach one another's GPUs, else NCCL: two H200s take 2 to 35 %
+    /// less time for a pass by copies, which need no SM and begin under kernels that have all of them.
     #[default]
     Auto,
-    /// NCCL, in one host and between hosts. Its kernels need SMs.
+    /// NCCL, in one host and between hosts, with a GPU for each rank. Its kernels need SMs. CUDA graphs can
+    /// capture it.
     Nccl,
-    /// Copies between GPUs of one host that are peers, or ranks of one GPU: by copy engines, which need no
-    /// SM. Without a library. Not in CUDA graphs.
+    /// Copies between GPUs of one host that are peers, or ranks of one GPU, by copy engines; without a
+    /// library. A CUDA graph that is captured refuses them.
     Copies,
 }
 
@@ -124,11 +126,7 @@ impl Rank {
         prepared: &mut [Prepared],
     ) -> Result<(), Error> {
         let Transfers::Copies(copies) = &mut self.transfers else { return Ok(()) };
-        let own = prepared.iter().map(|own| copies.export(&own.memory)).collect::<Result<Vec<_>, Error>>();
-        let text = own.as_ref().map_or_else(|error| format!("error: {error}"), |own| own.join("\n"));
-        let texts = self.store.gather("sharing memory", &text)?;
-        let linked = own.and_then(|_| copies.link(plan, passes, prepared, &texts));
-        self.agree("memory of all ranks", linked)
+        copies.link(&mut self.store, plan, passes, prepared)
     }
 
     /// The GPU.

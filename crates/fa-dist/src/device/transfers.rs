@@ -1,17 +1,17 @@
 //! What ranks send by, behind one interface: NCCL, or copies out of one another's memory.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fa_attn::device::Gpu;
 
-use super::copies::Copies;
-use super::meet::{Chosen, Told, choose, host, number, process};
+use super::copies::{Copies, reach};
+use super::meet::{Told, copies, has_gpus, host, number, process};
 use super::memory::driver;
 use super::rank::{RankOptions, Transport};
 use crate::bootstrap::{Place, Store};
 use crate::error::{Error, Lost};
-use crate::nccl::{Communicator, Nccl};
+use crate::nccl::{Communicator, Nccl, UniqueId};
 
 /// What a rank sends by.
 pub(super) enum Transfers {
@@ -31,16 +31,9 @@ impl Transfers {
         if place.world == 1 {
             return Ok(Transfers::Copies(Box::new(Copies::alone(gpu))));
         }
-        let loaded = match transport {
-            Transport::Auto | Transport::Nccl => Nccl::load(),
-            Transport::Copies => Err(Error::NoNccl { tried: "which was not asked for".to_owned() }),
-        };
-        let id = |nccl: &Arc<Nccl>| {
-            if place.rank == 0 { Ok(nccl.unique_id()?.to_hex()) } else { Ok(String::new()) }
-        };
-        let nccl = loaded.as_ref().map_err(tried).and_then(|nccl| id(nccl).map_err(|error| tried(&error)));
         let uuid = gpu.context().uuid().map_err(driver("asking the GPU's number"))?;
-        let own = Told { transport, host: host(), gpu: number(&uuid.bytes), process: process(), nccl };
+        let (own, reach) = (number(&uuid.bytes), reach(gpu).unwrap_or_default());
+        let own = Told { transport, host: host(), gpu: own, process: process(), reach };
         let texts = store.gather("exchanging what ranks send by", &own.text())?;
         let mut all = Vec::with_capacity(texts.len());
         for (rank, text) in texts.iter().enumerate() {
@@ -50,17 +43,16 @@ impl Transfers {
             };
             all.push(Told::of(text).ok_or_else(other)?);
         }
-        match (choose(place.rank, &all)?, loaded) {
-            (Chosen::Nccl(id), Ok(nccl)) => {
-                let (lost, at) = (store.watch(), (place.rank, place.world));
-                let joined = Communicator::join(&nccl, id, at, transfer_ctas, deadline, &lost)?;
-                Ok(Transfers::Nccl(joined))
-            }
-            (Chosen::Nccl(_), Err(error)) => Err(error),
-            (Chosen::Copies, _) => {
-                Ok(Transfers::Copies(Box::new(Copies::join(gpu, store, place, &all, deadline)?)))
+        if copies(place.rank, &all)? {
+            // What keeps a rank from it, as a system without shared memory, all ranks learn.
+            match Copies::join(gpu, store, place, &all, deadline) {
+                Ok(copies) => return Ok(Transfers::Copies(Box::new(copies))),
+                Err(error) if transport == Transport::Copies => return Err(error),
+                Err(error) => tracing::warn!("ranks of one host do not copy, but take NCCL: {error}"),
             }
         }
+        has_gpus(&all)?;
+        by_nccl(store, place, transfer_ctas, deadline).map(Transfers::Nccl)
     }
 
     /// What it is.
@@ -106,7 +98,32 @@ impl Transfers {
     }
 }
 
-/// What an error says of NCCL.
-fn tried(error: &Error) -> String {
-    if let Error::NoNccl { tried } = error { tried.clone() } else { error.to_string() }
+fn by_nccl(
+    store: &mut Store,
+    place: Place,
+    transfer_ctas: Option<u32>,
+    deadline: Duration,
+) -> Result<Communicator, Error> {
+    let loaded = Nccl::load();
+    // A rank without the library says so to all, which would else wait for it.
+    let own = match &loaded {
+        Ok(nccl) if place.rank == 0 => nccl.unique_id()?.to_hex(),
+        Ok(_) => String::new(),
+        Err(error) => format!("error: {error}"),
+    };
+    let all = store.gather("exchanging NCCL's id", &own)?;
+    let nccl = loaded?;
+    for (rank, text) in all.iter().enumerate() {
+        if text.starts_with("error: ") {
+            let (theirs, ours) = (text.clone(), "NCCL".to_owned());
+            return Err(Error::Mismatch { rank, theirs, ours });
+        }
+    }
+    let id = UniqueId::from_hex(&all[0]).ok_or_else(|| Error::Mismatch {
+        rank: 0,
+        theirs: "no NCCL id".to_owned(),
+        ours: "NCCL".to_owned(),
+    })?;
+    let lost = store.watch();
+    Communicator::join(&nccl, id, (place.rank, place.world), transfer_ctas, deadline, &lost)
 }

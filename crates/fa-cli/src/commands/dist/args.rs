@@ -127,7 +127,7 @@ pub(crate) struct PlanArgs {
 /// What ranks send by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
-    /// NCCL where every rank has a GPU of its own, else copies
+    /// Copies where all GPUs are peers of one another, else NCCL
     Auto,
     /// What NCCL chooses: NVLink or PCIe between the GPUs of a machine
     Nccl,
@@ -154,7 +154,7 @@ pub(crate) struct CheckArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub run: RunArgs,
-    /// Print the steps of a forward, too: when each begins on each rank, and how long it takes
+    /// Print the steps of a pass, too: when each begins on each rank, and how long it takes
     #[arg(long, conflicts_with = "json")]
     pub steps: bool,
 }

@@ -159,8 +159,9 @@ pub(super) struct Answer {
     pub memory: usize,
     /// Seconds of the host to enqueue a forward.
     pub host: f64,
-    /// The steps of a forward: what each does, when it begins and how long it takes, in seconds.
-    pub steps: Vec<(String, f64, f64)>,
+    /// The steps of a forward, and of a backward: what each does, when it begins and how long it takes, in
+    /// seconds.
+    pub steps: [Vec<(String, f64, f64)>; 2],
 }
 
 impl Answer {
@@ -179,7 +180,7 @@ impl Answer {
             model: Vec::new(),
             memory: 0,
             host: 0.0,
-            steps: Vec::new(),
+            steps: [Vec::new(), Vec::new()],
         }
     }
 

@@ -368,7 +368,7 @@ fn said(
     Ok(good)
 }
 
-/// The steps of each rank's forward, in microseconds.
+/// The steps of each rank's passes, in microseconds.
 fn steps(found: &[Answer]) -> anyhow::Result<()> {
     for answer in found {
         line(&format!(
@@ -376,8 +376,11 @@ fn steps(found: &[Answer]) -> anyhow::Result<()> {
             answer.rank,
             answer.host * 1e6
         ))?;
-        for (name, begin, seconds) in &answer.steps {
-            line(&format!("    {name:<10} from {:>10.1} us, {:>10.1} us", begin * 1e6, seconds * 1e6))?;
+        for (pass, steps) in ["fwd", "bwd"].iter().zip(&answer.steps) {
+            for (name, begin, seconds) in steps {
+                let (begin, seconds) = (begin * 1e6, seconds * 1e6);
+                line(&format!("    {pass} {name:<10} from {begin:>10.1} us, {seconds:>10.1} us"))?;
+            }
         }
     }
     Ok(())

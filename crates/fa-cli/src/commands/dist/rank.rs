@@ -12,7 +12,9 @@ use fa_attn::device::{
 use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
 use fa_dist::cost::{Link, Machine, Times, predict, staged};
-use fa_dist::{Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, Transport, one_gpu};
+use fa_dist::{
+    Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, StepTime, Transport, one_gpu,
+};
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use half::bf16;
 
@@ -305,12 +307,16 @@ fn measure(
     attention.rank().wait(stream)?;
     attention.rank().gather("steps")?;
     attention.timed(forward, stream)?;
-    let steps = attention.timed(forward, stream)?.into_iter();
-    answer.steps = steps.map(|step| (step.name.to_owned(), step.begin, step.seconds)).collect();
+    let told = |steps: Vec<StepTime>| -> Vec<(String, f64, f64)> {
+        steps.into_iter().map(|step| (step.name.to_owned(), step.begin, step.seconds)).collect()
+    };
+    answer.steps[0] = told(attention.timed(forward, stream)?);
     if let Some(backward) = &mut mine.backward {
         let forward = &mine.forward;
         let pass = |own: &mut DeviceAttention| own.backward(forward, backward, stream);
         answer.seconds.push(least(attention, iterations, pass, stream)?);
+        attention.rank().gather("steps")?;
+        answer.steps[1] = told(attention.timed_backward(forward, backward, stream)?);
     }
     Ok(())
 }
