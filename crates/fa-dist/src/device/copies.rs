@@ -88,8 +88,6 @@ pub(super) struct Copies {
     own: Vec<Arc<Memory>>,
     /// Theirs.
     peers: Vec<Peer>,
-    /// The stream of the last exchange, by its address.
-    stream: usize,
 }
 
 /// A file that is removed.
@@ -118,7 +116,6 @@ impl Copies {
             near,
             own,
             peers,
-            stream: 0,
         }
     }
 
@@ -273,11 +270,8 @@ impl Copies {
                 instead: "call the pass for each step, or use NCCL".to_owned(),
             });
         }
-        if self.stream != stream.cu_stream() as usize {
-            // The turns of a word are those of exchanges one after the other.
-            stream.wait(&shared.last).map_err(driver("waiting for an event"))?;
-            self.stream = stream.cu_stream() as usize;
-        }
+        // The turns of a word are those of exchanges one after the other, also of a caller's several streams.
+        stream.wait(&shared.last).map_err(driver("waiting for an event"))?;
         // SAFETY: as the caller vouches.
         links.acts[step].iter().try_for_each(|act| unsafe { self.enqueue(links, *act, stream) })?;
         shared.last.record(stream).map_err(driver("recording an event"))
