@@ -9,6 +9,7 @@ mod engine;
 mod marks;
 mod meet;
 mod memory;
+mod options;
 mod page;
 mod prepared;
 mod rank;
@@ -22,8 +23,9 @@ use fa_core::{KernelSpec, Pass};
 use fa_kernels::cudarc::driver::CudaStream;
 
 pub use marks::StepTime;
+pub use options::{RankOptions, Transport};
 pub use prepared::one_gpu;
-pub use rank::{Rank, RankOptions, Transport};
+pub use rank::Rank;
 
 use crate::bootstrap::Place;
 use crate::error::Error;

@@ -17,7 +17,6 @@ use fa_kernels::cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys
 use super::meet::{Told, agree, number};
 use super::memory::{BLOCK, Memory, Peer, copy_rows, driver};
 use super::page::{Page, create};
-use super::prepared::Prepared;
 use crate::bootstrap::{Place, Store};
 use crate::error::{Error, Lost};
 use crate::plan::ShardPlan;
@@ -207,29 +206,24 @@ impl Copies {
         Ok(bases)
     }
 
-    /// Connects the memory of programs with that of the other ranks.
+    /// Connects the memory of programs, one of each pass, with that of the other ranks.
     pub(super) fn link(
         &mut self,
         store: &mut Store,
         plan: &ShardPlan,
         passes: &[Pass],
-        prepared: &mut [Prepared],
-    ) -> Result<(), Error> {
+        memory: Vec<Arc<Memory>>,
+    ) -> Result<Vec<Links>, Error> {
         let of = |pass: &Pass| -> Result<Vec<Vec<Act>>, Error> {
             let programs = (0..plan.world()).map(|rank| plan.program(rank, *pass));
             acts(&programs.collect::<Result<Vec<_>, Error>>()?, self.rank)
         };
-        let found = passes.iter().map(of).collect::<Result<Vec<_>, Error>>();
-        let memory = || prepared.iter().map(|own| own.memory.clone()).collect();
-        let (found, memory) = match found {
-            Ok(found) => (found, Ok(memory())),
+        let (found, memory) = match passes.iter().map(of).collect::<Result<Vec<_>, Error>>() {
+            Ok(found) => (found, Ok(memory)),
             Err(error) => (Vec::new(), Err(error)),
         };
         let bases = self.share(store, memory)?;
-        for ((own, acts), bases) in prepared.iter_mut().zip(found).zip(bases) {
-            own.links = Links { bases, acts };
-        }
-        Ok(())
+        Ok(bases.into_iter().zip(found).map(|(bases, acts)| Links { bases, acts }).collect())
     }
 
     /// Gives the others' memory back, which no program copies out of any more.

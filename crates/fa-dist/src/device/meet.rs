@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher, Hasher};
 use std::sync::OnceLock;
 
-use super::rank::Transport;
+use super::options::Transport;
 use crate::bootstrap::Store;
 use crate::error::Error;
 

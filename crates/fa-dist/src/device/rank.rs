@@ -1,7 +1,7 @@
 //! A rank on a GPU, and how it joins the others.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fa_attn::device::Gpu;
 use fa_core::Pass;
@@ -10,58 +10,12 @@ use fa_kernels::cudarc::driver::sys::CUevent_flags;
 
 use super::meet::agree;
 use super::memory::driver;
+use super::options::{RankOptions, Transport};
 use super::prepared::Prepared;
 use super::transfers::Transfers;
 use crate::bootstrap::{Bootstrap, Place, Store};
 use crate::error::Error;
 use crate::plan::ShardPlan;
-
-/// What ranks on GPUs send by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// Copies where all ranks are on one host and reach one another's GPUs, else NCCL: two H200s take 2 to 35 %
-    /// less time for a pass by copies, which need no SM and begin under kernels that have all of them.
-    #[default]
-    Auto,
-    /// NCCL, in one host and between hosts, with a GPU for each rank. Its kernels need SMs. CUDA graphs can
-    /// capture it.
-    Nccl,
-    /// Copies between GPUs of one host that are peers, or ranks of one GPU, by copy engines; without a
-    /// library. A CUDA graph that is captured refuses them.
-    Copies,
-}
-
-impl Transport {
-    /// Every choice.
-    pub const ALL: [Transport; 3] = [Transport::Auto, Transport::Nccl, Transport::Copies];
-
-    /// The name used on the command line and in errors.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Nccl => "nccl",
-            Transport::Copies => "copies",
-        }
-    }
-}
-
-/// How a rank on a GPU joins the others.
-#[derive(Clone, Copy, Debug)]
-pub struct RankOptions {
-    /// The longest wait for others: to join, and for an enqueued pass in [`Rank::wait`].
-    pub deadline: Duration,
-    /// The most SMs that NCCL's transfers take; `None` for its own choice. Kernels of attention leave none
-    /// free: few are enough where transfers are hidden.
-    pub transfer_ctas: Option<u32>,
-    /// What ranks send by: the same of all.
-    pub transport: Transport,
-}
-
-impl Default for RankOptions {
-    fn default() -> RankOptions {
-        RankOptions { deadline: Duration::from_secs(60), transfer_ctas: Some(16), transport: Transport::Auto }
-    }
-}
 
 /// A stream's priority: less is earlier.
 const HIGHEST: i32 = -5;
@@ -126,7 +80,10 @@ impl Rank {
         prepared: &mut [Prepared],
     ) -> Result<(), Error> {
         let Transfers::Copies(copies) = &mut self.transfers else { return Ok(()) };
-        copies.link(&mut self.store, plan, passes, prepared)
+        let memory = prepared.iter().map(|own| own.memory.clone()).collect();
+        let links = copies.link(&mut self.store, plan, passes, memory)?;
+        prepared.iter_mut().zip(links).for_each(|(own, links)| own.links = links);
+        Ok(())
     }
 
     /// The GPU.
@@ -222,7 +179,5 @@ mod tests {
     fn ranks_are_sent_to_threads() {
         const fn is_sent<T: Send>() {}
         const { is_sent::<Rank>() };
-        assert_eq!(RankOptions::default().transport, Transport::Auto);
-        assert_eq!(Transport::ALL.map(Transport::name), ["auto", "nccl", "copies"]);
     }
 }

@@ -8,7 +8,7 @@ use fa_attn::device::Gpu;
 use super::copies::{Copies, reach};
 use super::meet::{Told, copies, has_gpus, host, number, process};
 use super::memory::driver;
-use super::rank::{RankOptions, Transport};
+use super::options::{RankOptions, Transport};
 use crate::bootstrap::{Place, Store};
 use crate::error::{Error, Lost};
 use crate::nccl::{Communicator, Nccl, UniqueId};
