@@ -1,7 +1,7 @@
 //! What ranks send by, behind one interface: NCCL, or copies out of one another's memory.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fa_attn::device::Gpu;
 
@@ -13,10 +13,20 @@ use crate::bootstrap::{Place, Store};
 use crate::error::{Error, Lost};
 use crate::nccl::{Communicator, Nccl, UniqueId};
 
-/// What a rank sends by.
-pub(super) enum Transfers {
-    Nccl(Communicator),
-    Copies(Box<Copies>),
+/// What a rank sends by: one of the two, or, where ranks choose for themselves, one for each plan.
+pub(super) struct Transfers {
+    options: RankOptions,
+    copies: Option<Box<Copies>>,
+    nccl: Option<Communicator>,
+    /// Whether NCCL is left to be joined, for plans that are faster by it.
+    is_open: bool,
+    by_nccl: bool,
+}
+
+/// What the steps of a plan send by.
+pub(super) enum Active<'a> {
+    Nccl(&'a mut Communicator),
+    Copies(&'a mut Copies),
 }
 
 impl Transfers {
@@ -27,14 +37,18 @@ impl Transfers {
         place: Place,
         options: &RankOptions,
     ) -> Result<Transfers, Error> {
-        let RankOptions { deadline, transfer_ctas, transport } = *options;
+        let RankOptions { deadline, transport, .. } = *options;
+        let own = |copies, nccl: Option<Communicator>, is_open| {
+            let by_nccl = nccl.is_some();
+            Transfers { options: *options, copies, nccl, is_open, by_nccl }
+        };
         if place.world == 1 {
-            return Ok(Transfers::Copies(Box::new(Copies::alone(gpu))));
+            return Ok(own(Some(Box::new(Copies::alone(gpu))), None, false));
         }
         let uuid = gpu.context().uuid().map_err(driver("asking the GPU's number"))?;
-        let (own, reach) = (number(&uuid.bytes), reach(gpu).unwrap_or_default());
-        let own = Told { transport, host: host(), gpu: own, process: process(), reach };
-        let texts = store.gather("exchanging what ranks send by", &own.text())?;
+        let (uuid, reach) = (number(&uuid.bytes), reach(gpu).unwrap_or_default());
+        let told = Told { transport, host: host(), gpu: uuid, process: process(), reach };
+        let texts = store.gather("exchanging what ranks send by", &told.text())?;
         let mut all = Vec::with_capacity(texts.len());
         for (rank, text) in texts.iter().enumerate() {
             let other = || {
@@ -46,21 +60,50 @@ impl Transfers {
         if copies(place.rank, &all)? {
             // What keeps a rank from it, as a system without shared memory, all ranks learn.
             match Copies::join(gpu, store, place, &all, deadline) {
-                Ok(copies) => return Ok(Transfers::Copies(Box::new(copies))),
+                Ok(copies) => {
+                    let is_open = transport == Transport::Auto && has_gpus(&all).is_ok();
+                    return Ok(own(Some(Box::new(copies)), None, is_open));
+                }
                 Err(error) if transport == Transport::Copies => return Err(error),
                 Err(error) => tracing::warn!("ranks of one host do not copy, but take NCCL: {error}"),
             }
         }
         has_gpus(&all)?;
-        by_nccl(store, place, transfer_ctas, deadline).map(Transfers::Nccl)
+        Ok(own(None, Some(join_nccl(store, place, options)?), false))
     }
 
-    /// What it is.
-    pub(super) fn transport(&self) -> Transport {
-        match self {
-            Transfers::Nccl(_) => Transport::Nccl,
-            Transfers::Copies(_) => Transport::Copies,
+    /// Takes what a plan's exchanges are faster by, once all ranks have agreed on it: NCCL for the short
+    /// messages of a decode, which nothing hides, where every rank has it.
+    pub(super) fn choose(&mut self, store: &mut Store, place: Place, is_decode: bool) -> Result<(), Error> {
+        if is_decode && std::mem::take(&mut self.is_open) {
+            match join_nccl(store, place, &self.options) {
+                Ok(communicator) => self.nccl = Some(communicator),
+                // All ranks know that one of them is without.
+                Err(Error::NoNccl { .. } | Error::Mismatch { .. }) => {}
+                Err(error) => return Err(error),
+            }
         }
+        self.by_nccl = self.nccl.is_some() && (is_decode || self.copies.is_none());
+        Ok(())
+    }
+
+    /// What the present plan sends by; `None` of what has failed to be made.
+    pub(super) fn active(&mut self) -> Option<Active<'_>> {
+        match (self.by_nccl, &mut self.nccl, &mut self.copies) {
+            (true, Some(communicator), _) => Some(Active::Nccl(communicator)),
+            (_, _, Some(copies)) => Some(Active::Copies(copies)),
+            (_, _, None) => None,
+        }
+    }
+
+    /// What ranks copy by, whatever the present plan does.
+    pub(super) fn copies(&mut self) -> Option<&mut Copies> {
+        self.copies.as_deref_mut()
+    }
+
+    /// What the present plan sends by.
+    pub(super) fn transport(&self) -> Transport {
+        if self.by_nccl { Transport::Nccl } else { Transport::Copies }
     }
 
     /// While something that is enqueued is waited for: gives up, with the reason, if a rank is lost, the
@@ -71,39 +114,37 @@ impl Transfers {
         begun: Instant,
         lost: &dyn Fn() -> Option<Lost>,
     ) -> Result<(), Error> {
-        match self {
-            Transfers::Nccl(communicator) => {
-                communicator.is_settled(doing)?;
-                communicator.still(doing, begun, lost)
-            }
-            Transfers::Copies(copies) => copies.still(doing, begun, lost),
+        let nccl = self.nccl.as_mut().map_or(Ok(()), |communicator| {
+            communicator.is_settled(doing)?;
+            communicator.still(doing, begun, lost)
+        });
+        let all =
+            nccl.and_then(|()| self.copies.as_ref().map_or(Ok(()), |own| own.still(doing, begun, lost)));
+        if all.is_err() {
+            self.abort();
         }
+        all
     }
 
-    /// Whether what was enqueued has come to its end by itself.
+    /// Whether what was enqueued has come to its end by itself. What NCCL aborts has not ended.
     pub(super) fn is_good(&self, doing: &'static str, lost: &dyn Fn() -> Option<Lost>) -> Result<(), Error> {
-        match self {
-            // What is aborted has not ended.
-            Transfers::Nccl(_) => Ok(()),
-            Transfers::Copies(copies) => copies.is_good(doing, lost),
-        }
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.is_good(doing, lost))
     }
 
     /// Gives up: what is enqueued ends.
     pub(super) fn abort(&mut self) {
-        match self {
-            Transfers::Nccl(communicator) => communicator.abort(),
-            Transfers::Copies(copies) => copies.abort(),
+        if let Some(communicator) = &mut self.nccl {
+            communicator.abort();
+        }
+        if let Some(copies) = &self.copies {
+            copies.abort();
         }
     }
 }
 
-fn by_nccl(
-    store: &mut Store,
-    place: Place,
-    transfer_ctas: Option<u32>,
-    deadline: Duration,
-) -> Result<Communicator, Error> {
+/// Joins all ranks by NCCL.
+fn join_nccl(store: &mut Store, place: Place, options: &RankOptions) -> Result<Communicator, Error> {
+    let RankOptions { deadline, transfer_ctas, .. } = *options;
     let loaded = Nccl::load();
     // A rank without the library says so to all, which would else wait for it.
     let own = match &loaded {
