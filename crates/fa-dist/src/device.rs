@@ -1,5 +1,5 @@
-//! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL or by copies
-//! out of other ranks' memory.
+//! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL or by
+//! copies out of other ranks' memory.
 //!
 //! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the
 //! caller's stream and on one of its own, and waits for nothing but NCCL's enqueuing.

@@ -91,9 +91,7 @@ pub(super) fn copies(rank: usize, all: &[Told]) -> Result<bool, Error> {
         all[*from].gpu != all[*to].gpu && !all[*from].reach.contains(&all[*to].gpu)
     };
     let beyond = pairs.into_iter().find(is_out_of_reach).map(|(from, to)| {
-        format!(
-            "reach the GPU of rank {to} from rank {from}: they are no peers, or CUDA_VISIBLE_DEVICES hides one"
-        )
+        format!("reach the GPU of rank {to} from rank {from}: no peers, or CUDA_VISIBLE_DEVICES hides one")
     });
     match (own.transport, apart.or(beyond)) {
         (Transport::Nccl, _) | (Transport::Auto, Some(_)) => Ok(false),

@@ -117,8 +117,8 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    /// Opens the memory of a text of [`Memory::export`], of a rank of this process where `is_near`, for `gpu`;
-    /// `None` for a text that is none, or memory that is gone.
+    /// Opens the memory of a text of [`Memory::export`], of a rank of this process where `is_near`, for
+    /// `gpu`; `None` for a text that is none, or memory that is gone.
     pub(super) fn open(gpu: &Arc<Gpu>, text: &str, is_near: bool) -> Result<Option<Peer>, Error> {
         let Some((address, text)) = text.split_once(' ') else { return Ok(None) };
         let Ok(address) = u64::from_str_radix(address, 16) else { return Ok(None) };

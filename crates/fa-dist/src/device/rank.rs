@@ -32,13 +32,13 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Joins the other ranks, on a GPU of this process, and agrees with them on what all send by. NCCL's first
-    /// transfers connect the ranks, so that later ones do not.
+    /// Joins the other ranks, on a GPU of this process, and agrees with them on what all send by. NCCL's
+    /// first transfers connect the ranks, so that later ones do not.
     ///
     /// # Errors
-    /// [`Error::Transport`] for what ranks cannot send by, [`Error::NoNccl`], [`Error::Deadline`] where a rank
-    /// does not come, [`Error::Mismatch`] where ranks disagree on their number or transport, [`Error::Nccl`]
-    /// and those of the bootstrap.
+    /// [`Error::Transport`] for what ranks cannot send by, [`Error::NoNccl`], [`Error::Deadline`] where a
+    /// rank does not come, [`Error::Mismatch`] where ranks disagree on their number or transport,
+    /// [`Error::Nccl`] and those of the bootstrap.
     pub fn join(
         gpu: &Arc<Gpu>,
         bootstrap: &Bootstrap,

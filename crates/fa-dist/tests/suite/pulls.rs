@@ -18,7 +18,7 @@ fn mix(a: u64, b: u64) -> u64 {
     z ^ (z >> 27)
 }
 
-/// A rank's memory in words of 4 bytes, as all elements are here: its program's own, and the caller's tensors.
+/// A rank's memory in words of 4 bytes, as all elements are here: its program's own, and the tensors.
 #[derive(Clone, PartialEq)]
 struct Memory {
     own: Vec<u64>,

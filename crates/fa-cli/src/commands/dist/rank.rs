@@ -1,4 +1,5 @@
-//! One rank: a process with a GPU, or one of its threads, which does the jobs on standard input and prints an answer for each.
+//! One rank: a process with a GPU, or one of its threads, which does the jobs on standard
+//! input and prints an answer for each.
 
 use std::io::Write;
 use std::sync::Arc;
