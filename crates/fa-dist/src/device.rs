@@ -1,13 +1,19 @@
-//! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL.
+//! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL or by
+//! copies out of other ranks' memory.
 //!
 //! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the
 //! caller's stream and on one of its own, and waits for nothing but NCCL's enqueuing.
 
+mod copies;
 mod engine;
 mod marks;
+mod meet;
 mod memory;
+mod options;
+mod page;
 mod prepared;
 mod rank;
+mod transfers;
 
 use std::sync::Arc;
 
@@ -17,8 +23,9 @@ use fa_core::{KernelSpec, Pass};
 use fa_kernels::cudarc::driver::CudaStream;
 
 pub use marks::StepTime;
+pub use options::{RankOptions, Transport};
 pub use prepared::one_gpu;
-pub use rank::{Rank, RankOptions};
+pub use rank::Rank;
 
 use crate::bootstrap::Place;
 use crate::error::Error;
@@ -56,12 +63,16 @@ impl DeviceAttention {
         let specs = passes.iter().map(|pass| Ok(one_gpu(&rank.gpu, plan, *pass)?.spec().clone()));
         let specs = specs.collect::<Result<Vec<_>, Error>>();
         let text = specs.iter().flatten().map(KernelSpec::to_string).collect::<Vec<_>>().join(" and ");
+        // Every rank gives back what it knows of the others' memory, then its own.
+        rank.close();
         let specs = rank.agree(&format!("{} by {text}", plan.descriptor()), specs)?;
+        rank.forget();
         let pairs = passes.iter().zip(&specs);
         let prepared = pairs.map(|(pass, spec)| Prepared::new(&rank.gpu, plan, own, *pass, spec));
         // A rank without the memory for it, or whose compiler fails, says so before others wait for it.
-        let mut prepared =
-            rank.agree("kernels and memory", prepared.collect::<Result<Vec<_>, Error>>())?.into_iter();
+        let mut prepared = rank.agree("kernels and memory", prepared.collect::<Result<Vec<_>, Error>>())?;
+        rank.link(plan, &passes, &mut prepared)?;
+        let mut prepared = prepared.into_iter();
         let Some(forward) = prepared.next() else { unreachable!("a forward is always prepared") };
         let backward = prepared.next();
         Ok(DeviceAttention { rank, plan: plan.clone(), forward, backward })
@@ -72,7 +83,7 @@ impl DeviceAttention {
         &self.plan
     }
 
-    /// The rank, given back for another plan.
+    /// The rank, given back for another plan. What others may copy of this plan's memory stays until then.
     pub fn into_rank(self) -> Rank {
         self.rank
     }
@@ -87,12 +98,12 @@ impl DeviceAttention {
         self.forward.bytes() + self.backward.as_ref().map_or(0, Prepared::bytes)
     }
 
-    /// Enqueues the forward on `stream`: O and LSE of the rank's queries. Every rank calls it, in the same
-    /// order. An error ends the ranks' connections: the others get [`Error::PeerLost`] in
-    /// [`Rank::wait`] or their next call.
+    /// Enqueues the forward on `stream`: O and LSE of the rank's queries, there once [`Rank::wait`] says so.
+    /// Every rank calls it, in the same order. An error ends the ranks' connections: the others get
+    /// [`Error::PeerLost`] in [`Rank::wait`] or their next call.
     ///
     /// # Errors
-    /// [`Error::Tensor`], [`Error::PeerLost`], [`Error::Nccl`], and those of launches.
+    /// [`Error::Tensor`], [`Error::PeerLost`], [`Error::Nccl`], [`Error::Transport`], and those of launches.
     pub fn forward<T: Half, K: Stored + KvElement>(
         &mut self,
         tensors: &mut DeviceForward<T, K, T>,
@@ -163,8 +174,35 @@ impl DeviceAttention {
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        let done = self.enqueue_backward(forward, tensors, stream);
+        let done = self.enqueue_backward(forward, tensors, stream, None);
         self.rank.told(done)
+    }
+
+    /// A backward whose steps are timed, as [`DeviceAttention::timed`] times those of a forward.
+    ///
+    /// # Errors
+    /// As [`DeviceAttention::backward`].
+    pub fn timed_backward<T: Half>(
+        &mut self,
+        forward: &DeviceForward<T>,
+        tensors: &mut DeviceBackward<T>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Vec<StepTime>, Error> {
+        let Some(prepared) = &self.backward else { return Err(self.no_backward()) };
+        let marks = Marks::new(&self.rank.gpu, prepared.program.steps.len())?;
+        let done = self.enqueue_backward(forward, tensors, stream, Some(&marks));
+        self.rank.told(done)?;
+        self.rank.wait(stream)?;
+        self.backward.as_ref().map_or(Ok(Vec::new()), |own| marks.times(&own.program))
+    }
+
+    fn no_backward(&self) -> Error {
+        Error::Refused {
+            scheme: self.plan.scheme().name(),
+            world: self.plan.world(),
+            what: "gradients, which were not asked for".to_owned(),
+            instead: "make the attention with a backward pass".to_owned(),
+        }
     }
 
     fn enqueue_backward<T: Half>(
@@ -172,6 +210,7 @@ impl DeviceAttention {
         forward: &DeviceForward<T>,
         tensors: &mut DeviceBackward<T>,
         stream: &Arc<CudaStream>,
+        marks: Option<&Marks>,
     ) -> Result<(), Error> {
         self.rank.check("a backward")?;
         self.check_types::<T, T>()?;
@@ -186,14 +225,7 @@ impl DeviceAttention {
             ("dv", Buffer::Dv, tensors.dv.placement.shape),
         ])?;
         self.check_lse(forward.rows)?;
-        let Some(prepared) = &self.backward else {
-            return Err(Error::Refused {
-                scheme: self.plan.scheme().name(),
-                world: self.plan.world(),
-                what: "gradients, which were not asked for".to_owned(),
-                instead: "make the attention with a backward pass".to_owned(),
-            });
-        };
+        let Some(prepared) = &self.backward else { return Err(self.no_backward()) };
         let raw = tensors.raw(forward, stream);
         let given = Given {
             q: Some(raw.q),
@@ -215,7 +247,7 @@ impl DeviceAttention {
             let (got, need) = ("not given".to_owned(), format!("{} elements", self.plan.problem().heads_q));
             return Err(Error::Tensor { tensor: "dsinks", got, need });
         }
-        launch(&mut self.rank, prepared, given, stream, None)
+        launch(&mut self.rank, prepared, given, stream, marks)
     }
 
     /// Whether the arrays of a call are those of the plan.

@@ -64,6 +64,16 @@ pub enum Error {
         /// What this rank has.
         ours: String,
     },
+    /// What ranks send by cannot be used.
+    #[error("{transport} cannot {what}: {instead}")]
+    Transport {
+        /// What ranks were to send by.
+        transport: &'static str,
+        /// What it cannot do.
+        what: String,
+        /// What would work.
+        instead: String,
+    },
     /// NCCL returned an error.
     #[error("NCCL error {code} ({text}) while {doing}")]
     Nccl {

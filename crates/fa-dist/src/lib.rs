@@ -3,8 +3,8 @@
 //! - [`ShardPlan`]: which rank holds which rows, and the [`program`] of each rank, as data: nothing here
 //!   knows CUDA. [`Scheme`] has the ways to work together, [`cost`] predicts their times.
 //! - [`HostAttention`]: passes on the CPU, over a [`HostTransport`] such as threads ([`MemoryTransport`]).
-//! - [`DeviceAttention`]: the same programs on a GPU, over NCCL; [`Rank`] joins the ranks, [`Bootstrap`] says
-//!   where they meet.
+//! - [`DeviceAttention`]: the same programs on a GPU, over NCCL or copies ([`Transport`]); [`Rank`] joins the
+//!   ranks, [`Bootstrap`] says where they meet.
 //!
 //! What this crate does not know: how attention is computed (fa-attn, fa-cpu).
 
@@ -21,6 +21,7 @@ mod passes;
 mod plan;
 mod planning;
 pub mod program;
+pub mod pulls;
 mod run;
 mod schemes;
 mod shard;
@@ -28,7 +29,7 @@ mod transport;
 mod visible;
 
 pub use bootstrap::{Bootstrap, Place};
-pub use device::{DeviceAttention, Rank, RankOptions, StepTime, one_gpu};
+pub use device::{DeviceAttention, Rank, RankOptions, StepTime, Transport, one_gpu};
 pub use error::Error;
 pub use host::{HostAttention, Wire};
 pub use memory::{Fault, FaultKind, MemoryOptions, MemoryTransport};

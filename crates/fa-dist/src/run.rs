@@ -13,7 +13,7 @@ pub(crate) trait Engine {
     fn apply(&mut self, number: usize, step: &Step) -> Result<(), Error>;
 
     /// Sends and receives, all at once.
-    fn exchange(&mut self, step: &Step, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error>;
+    fn exchange(&mut self, number: usize, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error>;
 
     /// After a step: notes that it is done, for those that come after it.
     fn after(&mut self, number: usize, step: &Step) -> Result<(), Error>;
@@ -36,7 +36,7 @@ pub(crate) fn run(program: &Program, order: Order, engine: &mut impl Engine) -> 
         engine.before(number, step)?;
         match &step.op {
             Op::Exchange { sends, recvs } => {
-                engine.exchange(step, &pieces(program, sends), &pieces(program, recvs))?;
+                engine.exchange(number, &pieces(program, sends), &pieces(program, recvs))?;
             }
             Op::Sum { .. }
             | Op::Nothing { .. }

@@ -35,10 +35,10 @@ fn what_several_gpus_need_is_said_at_once() {
         assert_eq!(done.stderr.lines().count(), 1, "{line}: {}", done.stderr);
     }
     for (line, part) in [
-        ("dist bench --transport memory", "measure nccl or network"),
+        ("dist bench --transport memory", "measure nccl, copies or network"),
         ("dist check --transport memory --only flex", "no shape has it, use one of "),
         ("dist check --repeat 1", "use 2 to 100000"),
-        ("dist check --transport pigeon", "nccl, network, memory"),
+        ("dist check --transport pigeon", "auto, nccl, copies, network, memory"),
     ] {
         let done = fa(line);
         assert!(done.code == 2 && done.stderr.contains(part), "{line}: {done:?}");

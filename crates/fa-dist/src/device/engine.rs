@@ -7,13 +7,14 @@ use std::sync::Arc;
 use fa_attn::device::Bound;
 use fa_core::TensorLayout;
 use fa_core::program::MAX_ARRAYS;
-use fa_kernels::cudarc::driver::{CudaStream, result, sys};
+use fa_kernels::cudarc::driver::{CudaStream, sys};
 use fa_kernels::{RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor};
 
 use super::marks::Marks;
-use super::memory::driver;
+use super::memory::{copy_rows, driver};
 use super::prepared::{Kernel, Prepared};
 use super::rank::Rank;
+use super::transfers::Active;
 use crate::error::Error;
 use crate::moved;
 use crate::nccl::DevicePiece;
@@ -117,6 +118,23 @@ impl DeviceEngine<'_> {
         RawTensor { address: address + offset * self.element(view.buffer), strides }
     }
 
+    /// Messages in device memory: those of joined buffers are one.
+    fn device_pieces(&self, all: &[Piece]) -> Vec<DevicePiece> {
+        let joined = |number: &usize| self.prepared.program.joined.contains(number);
+        let mut pieces: Vec<DevicePiece> = Vec::with_capacity(all.len());
+        for piece in all {
+            let address = self.base(piece.buffer).address + piece.offset as u64;
+            let own = DevicePiece { peer: piece.peer, address, bytes: piece.bytes };
+            let is_joined = matches!(&piece.buffer, Buffer::Scratch(number) if joined(number));
+            match pieces.last_mut() {
+                // Of both sides or of neither, as their buffers are alike.
+                Some(last) if is_joined && last.meets(&own) => last.bytes += own.bytes,
+                _ => pieces.push(own),
+            }
+        }
+        pieces
+    }
+
     /// The extras of a part: those of its heads, its own starts, and where the gradients of arrays go.
     fn extras(&self, number: usize, part: &Part, darrays: &[(usize, View)]) -> RawExtras {
         let mut extras = self.given.extras;
@@ -183,26 +201,11 @@ impl DeviceEngine<'_> {
     fn copy_lines(&self, stream: &CudaStream, from: &View, to: &View) -> Result<(), Error> {
         let size = self.element(to.buffer);
         for ((from, from_step), (to_at, to_step)) in self.lines(from).into_iter().zip(self.lines(to)) {
-            let plane = sys::CUDA_MEMCPY2D_st {
-                srcXInBytes: 0,
-                srcY: 0,
-                srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                srcHost: std::ptr::null(),
-                srcDevice: from,
-                srcArray: std::ptr::null_mut(),
-                srcPitch: from_step as usize * size as usize,
-                dstXInBytes: 0,
-                dstY: 0,
-                dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                dstHost: std::ptr::null_mut(),
-                dstDevice: to_at,
-                dstArray: std::ptr::null_mut(),
-                dstPitch: to_step as usize * size as usize,
-                WidthInBytes: to.rows.len() * size as usize,
-                Height: to.heads.len(),
-            };
+            let size = size as usize;
+            let [from, to_at] =
+                [(from, from_step), (to_at, to_step)].map(|(at, step)| (at, step as usize * size));
             // SAFETY: both planes lie in their buffers, as programs name rows and heads that these have.
-            let copied = unsafe { sys::cuMemcpy2DAsync_v2(&plane, stream.cu_stream()) }.result();
+            let copied = unsafe { copy_rows(stream, from, to_at, (to.rows.len() * size, to.heads.len())) };
             copied.map_err(driver("copying an LSE"))?;
         }
         Ok(())
@@ -212,26 +215,10 @@ impl DeviceEngine<'_> {
     fn place(&self, stream: &CudaStream, from: &View, to: &View, window: &Window) -> Result<(), Error> {
         let [from, to] = [from, to].map(|view| self.raw(view).address);
         for plane in planes(window) {
-            let copy = sys::CUDA_MEMCPY2D_st {
-                srcXInBytes: 0,
-                srcY: 0,
-                srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                srcHost: std::ptr::null(),
-                srcDevice: from + plane.from as u64,
-                srcArray: std::ptr::null_mut(),
-                srcPitch: plane.width,
-                dstXInBytes: 0,
-                dstY: 0,
-                dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                dstHost: std::ptr::null_mut(),
-                dstDevice: to + plane.to as u64,
-                dstArray: std::ptr::null_mut(),
-                dstPitch: plane.pitch,
-                WidthInBytes: plane.width,
-                Height: plane.height,
-            };
+            let Plane { from: from_at, to: to_at, width, height, pitch } = plane;
+            let [from, to] = [(from + from_at as u64, width), (to + to_at as u64, pitch)];
             // SAFETY: both planes lie in their buffers, which have the elements of the box and of the array.
-            let copied = unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()) }.result();
+            let copied = unsafe { copy_rows(stream, from, to, (width, height)) };
             copied.map_err(driver("copying the gradient of an array"))?;
         }
         Ok(())
@@ -350,43 +337,26 @@ impl Engine for DeviceEngine<'_> {
         }
     }
 
-    fn exchange(&mut self, step: &Step, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
-        let device = |piece: &Piece| DevicePiece {
-            peer: piece.peer,
-            address: self.base(piece.buffer).address + piece.offset as u64,
-            bytes: piece.bytes,
+    fn exchange(&mut self, number: usize, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
+        let stream = match self.prepared.program.steps[number].lane {
+            Lane::Compute => self.streams[0],
+            Lane::Transfer => self.streams[1],
         };
-        let joined = |number: &usize| self.prepared.program.joined.contains(number);
-        let [sends, recvs] = [sends, recvs].map(|all| {
-            let mut pieces: Vec<DevicePiece> = Vec::with_capacity(all.len());
-            for piece in all {
-                let own = device(piece);
-                let is_joined = matches!(&piece.buffer, Buffer::Scratch(number) if joined(number));
-                match pieces.last_mut() {
-                    // Of both sides or of neither, as their buffers are alike.
-                    Some(last) if is_joined && last.meets(&own) => last.bytes += own.bytes,
-                    _ => pieces.push(own),
-                }
-            }
-            pieces
-        });
+        if let Some(Active::Copies(copies)) = self.rank.transfers.active() {
+            // SAFETY: the links are the program's own, whose memory all ranks keep until they make others.
+            return unsafe { copies.exchange(&self.prepared.links, number, stream) };
+        }
+        let [sends, recvs] = [sends, recvs].map(|all| self.device_pieces(all));
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
-        let stream: *mut c_void = self.stream(step.lane).cu_stream().cast();
-        let lost = self.rank.store.watch();
-        let Some(communicator) = &mut self.rank.communicator else {
-            // A rank that is alone sends to itself.
-            return sends.iter().zip(&recvs).try_for_each(|(from, to)| {
-                // SAFETY: as below; both have as many bytes.
-                let copied =
-                    unsafe { result::memcpy_dtod_async(to.address, from.address, to.bytes, stream.cast()) };
-                copied.map_err(driver("copying device memory"))
-            });
+        let (queue, lost): (*mut c_void, _) = (stream.cu_stream().cast(), self.rank.store.watch());
+        let Some(Active::Nccl(communicator)) = self.rank.transfers.active() else {
+            unreachable!("a rank sends by something")
         };
         // SAFETY: pieces lie in the program's memory, which lives as long as the program; steps of other
         // queues that touch it wait for this one.
-        unsafe { communicator.exchange(&sends, &recvs, stream, &lost) }
+        unsafe { communicator.exchange(&sends, &recvs, queue, &lost) }
     }
 
     fn after(&mut self, number: usize, step: &Step) -> Result<(), Error> {

@@ -8,10 +8,12 @@ use fa_core::{Division, Dtype, KernelSpec, Merge, Pass};
 use fa_kernels::BoundMerge;
 use fa_kernels::cudarc::driver::CudaEvent;
 
-use super::memory::{Memory, driver};
+use super::copies::Links;
+use super::memory::{BLOCK, Memory, driver};
 use crate::error::Error;
 use crate::plan::ShardPlan;
-use crate::program::{Cell, Op, Program, Shape, Step, View};
+use crate::program::{Cell, Op, Program, Step, View};
+use crate::pulls::Rooms;
 
 /// What a step launches.
 pub(super) enum Kernel {
@@ -33,7 +35,9 @@ pub(super) struct Prepared {
     pub(super) starts: Vec<Option<[Memory; 2]>>,
     /// The addresses of the program's own buffers, which lie in `memory`.
     pub(super) scratch: Vec<u64>,
-    memory: Vec<Memory>,
+    pub(super) memory: Arc<Memory>,
+    /// What exchanges copy, where ranks copy.
+    pub(super) links: Links,
     pub(super) workspace: Memory,
     /// For steps that others wait for.
     pub(super) events: Vec<Option<CudaEvent>>,
@@ -71,7 +75,10 @@ impl Prepared {
         let kernels = program.steps.iter().map(|step| kernel(gpu, plan, &program, step, (pass, spec)));
         let kernels = kernels.collect::<Result<Vec<_>, Error>>()?;
         let starts = program.steps.iter().map(|step| starts(gpu, step)).collect::<Result<Vec<_>, Error>>()?;
-        let (scratch, memory) = rooms(gpu, &program)?;
+        let rooms = Rooms::of(&program);
+        // Of NaN, so that reading what was never written shows.
+        let memory = Arc::new(Memory::new(gpu, rooms.bytes.next_multiple_of(BLOCK), 0xff)?);
+        let scratch = rooms.offsets.iter().map(|offset| memory.address + *offset as u64).collect();
         let workspace = kernels.iter().map(|kernel| match kernel {
             Kernel::Attention(bound) => bound.workspace_bytes(),
             Kernel::Merge(_) | Kernel::Plain => 0,
@@ -93,6 +100,7 @@ impl Prepared {
             starts,
             scratch,
             memory,
+            links: Links::default(),
             workspace,
             events,
             begun,
@@ -102,32 +110,8 @@ impl Prepared {
 
     /// Bytes of the program's own memory.
     pub(super) fn bytes(&self) -> usize {
-        self.workspace.bytes + self.memory.iter().map(|memory| memory.bytes).sum::<usize>()
+        self.workspace.bytes + self.memory.bytes
     }
-}
-
-/// Memory of a program's own buffers, of NaN, so that reading what was never written shows: buffers that are
-/// joined lie in one.
-fn rooms(gpu: &Arc<Gpu>, program: &Program) -> Result<(Vec<u64>, Vec<Memory>), Error> {
-    let bytes = |shape: &Shape| shape.elements() * shape.cell.bytes(program.dtype);
-    // The offset of each buffer in the memory that it is in.
-    let (mut places, mut sizes) = (Vec::new(), Vec::<usize>::new());
-    for (number, shape) in program.scratch.iter().enumerate() {
-        match sizes.last_mut() {
-            Some(size) if program.joined.contains(&number) => {
-                let offset = size.next_multiple_of(16);
-                places.push((places.last().map_or(0, |(memory, _)| *memory), offset));
-                *size = offset + bytes(shape);
-            }
-            _ => {
-                places.push((sizes.len(), 0));
-                sizes.push(bytes(shape));
-            }
-        }
-    }
-    let memory = sizes.into_iter().map(|size| Memory::new(gpu, size, 0xff));
-    let memory = memory.collect::<Result<Vec<_>, Error>>()?;
-    Ok((places.into_iter().map(|(at, offset)| memory[at].address + offset as u64).collect(), memory))
 }
 
 /// The starts of a step's packed sequences, in device memory.

@@ -1,90 +1,90 @@
 //! A rank on a GPU, and how it joins the others.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fa_attn::device::Gpu;
+use fa_core::Pass;
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 
+use super::meet::agree;
 use super::memory::driver;
+use super::options::{RankOptions, Transport};
+use super::prepared::Prepared;
+use super::transfers::{Active, Transfers};
 use crate::bootstrap::{Bootstrap, Place, Store};
 use crate::error::Error;
-use crate::nccl::{Communicator, Nccl, UniqueId};
-
-/// How a rank on a GPU joins the others.
-#[derive(Clone, Copy, Debug)]
-pub struct RankOptions {
-    /// The longest wait for others: to join, and for an enqueued pass in [`Rank::wait`].
-    pub deadline: Duration,
-    /// The most SMs that NCCL's transfers take; `None` for its own choice. Kernels of attention leave none
-    /// free: few are enough where transfers are hidden.
-    pub transfer_ctas: Option<u32>,
-}
-
-impl Default for RankOptions {
-    fn default() -> RankOptions {
-        RankOptions { deadline: Duration::from_secs(60), transfer_ctas: Some(16) }
-    }
-}
+use crate::plan::{Scheme, ShardPlan};
 
 /// A stream's priority: less is earlier.
 const HIGHEST: i32 = -5;
 
-/// One GPU of several: a process or a thread each.
+/// One GPU of several, or a part of its work: a process or a thread each. Where ranks copy, the end of one
+/// waits for those of other processes, which may still have its memory, for 10 s at most; and ranks that are
+/// threads of one GPU need streams of their own, not its default stream.
 pub struct Rank {
     pub(super) gpu: Arc<Gpu>,
     pub(super) place: Place,
     pub(super) store: Store,
-    pub(super) communicator: Option<Communicator>,
+    pub(super) transfers: Transfers,
     pub(super) transfer: Arc<CudaStream>,
 }
 
 impl Rank {
-    /// Joins the other ranks, on a GPU of this process. NCCL's first transfers connect the ranks, so that
-    /// later ones do not.
+    /// Joins the other ranks, on a GPU of this process, and agrees with them on what all send by. NCCL's
+    /// first transfers connect the ranks, so that later ones do not.
     ///
     /// # Errors
-    /// [`Error::NoNccl`], [`Error::Deadline`] where a rank does not come, [`Error::Mismatch`] where ranks
-    /// disagree on their number, [`Error::Nccl`] and those of the bootstrap.
+    /// [`Error::Transport`] for what ranks cannot send by, [`Error::NoNccl`], [`Error::Deadline`] where a
+    /// rank does not come, [`Error::Mismatch`] where ranks disagree on their number or transport,
+    /// [`Error::Nccl`] and those of the bootstrap.
     pub fn join(
         gpu: &Arc<Gpu>,
         bootstrap: &Bootstrap,
         place: Place,
         options: &RankOptions,
     ) -> Result<Rank, Error> {
-        let RankOptions { deadline, transfer_ctas } = *options;
         gpu.context().bind_to_thread().map_err(driver("entering the context"))?;
-        let mut store = Store::join(bootstrap, place, deadline)?;
+        let mut store = Store::join(bootstrap, place, options.deadline)?;
         // Transfers get SMs before kernels that would hold all of them; the driver takes its own highest.
         let transfer = gpu.context().new_stream_with_priority(HIGHEST).map_err(driver("making a stream"))?;
-        let mut communicator = None;
-        if place.world > 1 {
-            let loaded = Nccl::load();
-            // A rank without the library says so to all, which would else wait for it.
-            let own = match &loaded {
-                Ok(nccl) if place.rank == 0 => nccl.unique_id()?.to_hex(),
-                Ok(_) => String::new(),
-                Err(error) => format!("error: {error}"),
-            };
-            let all = store.gather("exchanging NCCL's id", &own)?;
-            let nccl = loaded?;
-            for (rank, text) in all.iter().enumerate() {
-                if text.starts_with("error: ") {
-                    let (theirs, ours) = (text.clone(), "NCCL".to_owned());
-                    return Err(Error::Mismatch { rank, theirs, ours });
-                }
-            }
-            let id = UniqueId::from_hex(&all[0]).ok_or_else(|| Error::Mismatch {
-                rank: 0,
-                theirs: "no NCCL id".to_owned(),
-                ours: "NCCL".to_owned(),
-            })?;
-            let lost = store.watch();
-            let at = (place.rank, place.world);
-            communicator = Some(Communicator::join(&nccl, id, at, transfer_ctas, deadline, &lost)?);
+        let transfers = Transfers::join(gpu, &mut store, place, options)?;
+        Ok(Rank { gpu: gpu.clone(), place, store, transfers, transfer })
+    }
+
+    /// What the ranks send by, of several plans that of the last; a rank that is alone copies.
+    pub fn transport(&self) -> Transport {
+        self.transfers.transport()
+    }
+
+    /// Gives the others' memory back, before all ranks agree on another plan.
+    pub(super) fn close(&mut self) {
+        if let Some(copies) = self.transfers.copies() {
+            copies.close();
         }
-        Ok(Rank { gpu: gpu.clone(), place, store, communicator, transfer })
+    }
+
+    /// Gives back memory that others had, once all ranks have agreed.
+    pub(super) fn forget(&mut self) {
+        if let Some(copies) = self.transfers.copies() {
+            copies.forget();
+        }
+    }
+
+    /// Chooses what a plan's programs send by, and connects their memory with that of the other ranks.
+    pub(super) fn link(
+        &mut self,
+        plan: &ShardPlan,
+        passes: &[Pass],
+        prepared: &mut [Prepared],
+    ) -> Result<(), Error> {
+        self.transfers.choose(&mut self.store, self.place, plan.scheme() == Scheme::Decode)?;
+        let Some(Active::Copies(copies)) = self.transfers.active() else { return Ok(()) };
+        let memory = prepared.iter().map(|own| own.memory.clone()).collect();
+        let links = copies.link(&mut self.store, plan, passes, memory)?;
+        prepared.iter_mut().zip(links).for_each(|(own, links)| own.links = links);
+        Ok(())
     }
 
     /// The GPU.
@@ -128,8 +128,9 @@ impl Rank {
         Ok(())
     }
 
-    /// Waits for what is enqueued on `stream`: until a rank is lost, NCCL fails, or the deadline is over,
-    /// which ends the communicator.
+    /// Waits for what is enqueued on `stream`: until a rank is lost, the transport fails, or the deadline is
+    /// over, which ends the ranks' connections. Results are what they should be once this says so: where a
+    /// rank is lost a stream may end, too.
     ///
     /// # Errors
     /// [`Error::PeerLost`], [`Error::Nccl`], [`Error::Deadline`], and asynchronous errors of the GPU.
@@ -138,38 +139,25 @@ impl Rank {
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
         let event = event.map_err(driver("recording an event"))?;
         let (begun, lost) = (Instant::now(), self.store.watch());
-        while !event.is_complete() {
-            if let Some(communicator) = &mut self.communicator {
-                communicator.is_settled(DOING)?;
-                communicator.still(DOING, begun, &lost)?;
-            }
+        while !event.try_is_complete().map_err(driver("waiting for the GPU"))? {
+            self.transfers.still(DOING, begun, &lost)?;
             std::thread::yield_now();
         }
-        stream.synchronize().map_err(driver("waiting for the GPU"))
+        stream.synchronize().map_err(driver("waiting for the GPU"))?;
+        self.transfers.is_good(DOING, &lost)
     }
 
     /// Compares a text with those of the other ranks, of which one may have an error instead: then each has
     /// one.
     pub(super) fn agree<T>(&mut self, text: &str, done: Result<T, Error>) -> Result<T, Error> {
-        let own = match &done {
-            Ok(_) => text.to_owned(),
-            Err(error) => format!("error: {error}"),
-        };
-        let all = self.store.gather("comparing plans", &own)?;
-        let done = done?;
-        match all.into_iter().enumerate().find(|(_, other)| *other != own) {
-            Some((rank, theirs)) => Err(Error::Mismatch { rank, theirs, ours: own }),
-            None => Ok(done),
-        }
+        agree(&mut self.store, text, done)
     }
 
     /// What a call has done: of an error the other ranks, which may wait for this one, learn at once.
     pub(super) fn told<T>(&mut self, done: Result<T, Error>) -> Result<T, Error> {
         if let Err(error) = &done {
             self.store.fail(&error.to_string());
-            if let Some(communicator) = &mut self.communicator {
-                communicator.abort();
-            }
+            self.transfers.abort();
         }
         done
     }
@@ -180,5 +168,17 @@ impl Rank {
             Some(lost) => Err(lost.while_doing(doing)),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank may be made by one thread and used by another.
+    #[test]
+    fn ranks_are_sent_to_threads() {
+        const fn is_sent<T: Send>() {}
+        const { is_sent::<Rank>() };
     }
 }

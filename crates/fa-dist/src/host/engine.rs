@@ -259,7 +259,7 @@ impl<T: Wire> Engine for HostEngine<'_, T> {
         Ok(())
     }
 
-    fn exchange(&mut self, _: &Step, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
+    fn exchange(&mut self, _: usize, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
         let rank = self.transport.rank();
         let sent = |piece: &Piece| (piece.peer, self.memory.bytes(piece));
         let (own, sends): (Vec<_>, Vec<_>) = sends.iter().map(sent).partition(|(peer, _)| *peer == rank);

@@ -7,4 +7,5 @@ mod forms;
 mod laws;
 mod oracle;
 mod packed;
+mod pulls;
 mod train;

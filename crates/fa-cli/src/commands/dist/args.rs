@@ -36,6 +36,7 @@ Examples:
   fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
   fa dist check --repeat 200        200 runs with the same bits
   fa dist check --only packed       packed sequences alone
+  fa dist check --transport copies                 without NCCL: on one GPU, too
   fa dist check --transport network                over sockets, as between machines
   fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU";
 
@@ -126,8 +127,12 @@ pub(crate) struct PlanArgs {
 /// What ranks send by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
+    /// Copies where all GPUs are peers of one another, else NCCL
+    Auto,
     /// What NCCL chooses: NVLink or PCIe between the GPUs of a machine
     Nccl,
+    /// Copies out of other ranks' memory, by copy engines: also of ranks that share a GPU
+    Copies,
     /// NCCL over the network alone, as between machines (NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1)
     Network,
     /// Memory: threads on the CPU, without a GPU
@@ -149,7 +154,7 @@ pub(crate) struct CheckArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub run: RunArgs,
-    /// Print the steps of a forward, too: when each begins on each rank, and how long it takes
+    /// Print the steps of a pass, too: when each begins on each rank, and how long it takes
     #[arg(long, conflicts_with = "json")]
     pub steps: bool,
 }
@@ -157,11 +162,14 @@ pub(crate) struct BenchArgs {
 /// `fa dist check` and `fa dist bench`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// GPUs: a process for each
+    /// GPUs: a process for each. Where there are fewer ranks share them, and send by copies
     #[arg(long, default_value_t = 2, value_parser = gpus)]
     pub ranks: usize,
+    /// Ranks that are threads of one process, of which none can be killed
+    #[arg(long)]
+    pub threads: bool,
     /// What ranks send by
-    #[arg(long, value_enum, default_value = "nccl")]
+    #[arg(long, value_enum, default_value = "auto")]
     pub transport: TransportName,
     /// Fewer shapes
     #[arg(long)]

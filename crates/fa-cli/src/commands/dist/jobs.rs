@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 
 /// The variable by which the parent says how long to wait.
 pub(super) const DEADLINE_VARIABLE: &str = "FA_DIST_DEADLINE";
+/// That by which it says what ranks send by.
+pub(super) const TRANSPORT_VARIABLE: &str = "FA_DIST_TRANSPORT";
+/// That by which it says how many ranks are threads of the process.
+pub(super) const THREADS_VARIABLE: &str = "FA_DIST_THREADS";
 
 /// What a job is about.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -155,8 +159,9 @@ pub(super) struct Answer {
     pub memory: usize,
     /// Seconds of the host to enqueue a forward.
     pub host: f64,
-    /// The steps of a forward: what each does, when it begins and how long it takes, in seconds.
-    pub steps: Vec<(String, f64, f64)>,
+    /// The steps of a forward, and of a backward: what each does, when it begins and how long it takes, in
+    /// seconds.
+    pub steps: [Vec<(String, f64, f64)>; 2],
 }
 
 impl Answer {
@@ -175,7 +180,7 @@ impl Answer {
             model: Vec::new(),
             memory: 0,
             host: 0.0,
-            steps: Vec::new(),
+            steps: [Vec::new(), Vec::new()],
         }
     }
 

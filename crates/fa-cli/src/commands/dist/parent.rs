@@ -9,11 +9,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_core::Dtype;
+use fa_dist::Transport;
 use fa_kernels::cudarc::driver::CudaContext;
 
 use super::args::{BenchArgs, CheckArgs, RunArgs, TransportName};
 use super::found::worst;
-use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, fails, mark, odd};
+use super::jobs::{
+    Answer, DEADLINE_VARIABLE, Job, Stage, THREADS_VARIABLE, TRANSPORT_VARIABLE, benches, checks, ends,
+    fails, mark, odd,
+};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -47,12 +51,17 @@ impl Ranks {
         let text = serde_json::to_string(jobs)?;
         let (sender, answers) = channel();
         let mut ranks = Ranks { children: Vec::new(), answers };
-        for rank in 0..world {
+        let processes = if args.threads { 1 } else { world };
+        for rank in 0..processes {
             let mut command = Command::new(&program);
             command.args(["dist", "rank"]).stdin(Stdio::piped()).stdout(Stdio::piped());
             command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
             command.env("WORLD_SIZE", world.to_string()).env("MASTER_ADDR", "127.0.0.1");
             command.env("MASTER_PORT", port.to_string()).env(DEADLINE_VARIABLE, deadline.to_string());
+            command.env(TRANSPORT_VARIABLE, sends_by(args.transport).name());
+            if args.threads {
+                command.env(THREADS_VARIABLE, world.to_string());
+            }
             if std::env::var_os("NCCL_NVLS_ENABLE").is_none() {
                 // Multicast is of no use to sends and receives, and not every machine has it.
                 command.env("NCCL_NVLS_ENABLE", "0");
@@ -156,18 +165,30 @@ fn near(dtype: Dtype) -> f64 {
     if dtype == Dtype::F32 { 1e-4 } else { 0.02 }
 }
 
-/// Whether there are GPUs for all ranks, before processes are started.
-fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
+/// What ranks of a process, or a thread each, are asked to send by.
+fn sends_by(name: TransportName) -> Transport {
+    match name {
+        TransportName::Auto => Transport::Auto,
+        TransportName::Copies => Transport::Copies,
+        TransportName::Nccl | TransportName::Network | TransportName::Memory => Transport::Nccl,
+    }
+}
+
+/// Whether there are GPUs for all ranks, or one that copies share, before processes are started.
+fn find_gpus(args: &RunArgs, instead: &str) -> anyhow::Result<()> {
+    let ranks = args.ranks;
     let count = fa_kernels::driver::probe().map_or(0, |()| CudaContext::device_count().unwrap_or(0));
     let count = usize::try_from(count).unwrap_or(0);
+    let is_shared = count > 0 && sends_by(args.transport) != Transport::Nccl;
     anyhow::ensure!(
-        ranks <= count,
-        "--ranks {ranks}: {} here: use as many ranks{instead}",
+        ranks <= count || is_shared,
+        "--ranks {ranks}: {} here: use as many ranks{}{instead}",
         match count {
             0 => "no CUDA driver or no GPU is".to_owned(),
             1 => "one GPU is".to_owned(),
             count => format!("{count} GPUs are"),
-        }
+        },
+        if count > 0 { ", or --transport copies, by which ranks share a GPU" } else { "" }
     );
     Ok(())
 }
@@ -175,8 +196,12 @@ fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
 /// `fa dist check` on GPUs.
 pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
-    find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
+    find_gpus(args, ", or threads on the CPU by --transport memory")?;
     let only = args.only.as_deref();
+    if args.threads && only == Some(KILLED) {
+        let message = "--only killed: threads cannot be killed, use processes: without --threads";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     let alone = match only {
         Some(FAULTS) if args.ranks > 1 => Some(faults(args)?),
         Some(KILLED) if args.ranks > 1 => Some(killed(args)?),
@@ -191,7 +216,8 @@ pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
         good &= judge(&jobs[number], found, args.json)?;
         Ok(())
     })?;
-    let good = whole && good && (args.ranks < 2 || only.is_some() || (killed(args)? & faults(args)?));
+    let is_done = args.ranks < 2 || only.is_some();
+    let good = whole && good && (is_done || ((args.threads || killed(args)?) & faults(args)?));
     Ok(if good { Verdict::Good } else { Verdict::Bad })
 }
 
@@ -342,7 +368,7 @@ fn said(
     Ok(good)
 }
 
-/// The steps of each rank's forward, in microseconds.
+/// The steps of each rank's passes, in microseconds.
 fn steps(found: &[Answer]) -> anyhow::Result<()> {
     for answer in found {
         line(&format!(
@@ -350,8 +376,11 @@ fn steps(found: &[Answer]) -> anyhow::Result<()> {
             answer.rank,
             answer.host * 1e6
         ))?;
-        for (name, begin, seconds) in &answer.steps {
-            line(&format!("    {name:<10} from {:>10.1} us, {:>10.1} us", begin * 1e6, seconds * 1e6))?;
+        for (pass, steps) in ["fwd", "bwd"].iter().zip(&answer.steps) {
+            for (name, begin, seconds) in steps {
+                let (begin, seconds) = (begin * 1e6, seconds * 1e6);
+                line(&format!("    {pass} {name:<10} from {begin:>10.1} us, {seconds:>10.1} us"))?;
+            }
         }
     }
     Ok(())
@@ -361,10 +390,10 @@ fn steps(found: &[Answer]) -> anyhow::Result<()> {
 pub(super) fn bench(given: &BenchArgs) -> anyhow::Result<Verdict> {
     let args = &given.run;
     if args.transport == TransportName::Memory {
-        let message = "--transport memory is for fa dist check, on the CPU: measure nccl or network";
+        let message = "--transport memory is for fa dist check, on the CPU: measure nccl, copies or network";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    find_gpus(args.ranks, "")?;
+    find_gpus(args, "")?;
     let jobs = named(benches(args.quick), args.only.as_deref())?;
     let mut header = !args.json;
     let whole = answers(&jobs, args, |number, found| {

@@ -1,4 +1,5 @@
-//! One rank: a process with a GPU, which does the jobs on standard input and prints an answer for each.
+//! One rank: a process with a GPU, or one of its threads, which does the jobs on standard
+//! input and prints an answer for each.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -12,26 +13,56 @@ use fa_attn::device::{
 use fa_core::{Lengths, Pass, TensorLayout};
 use fa_cpu::{CpuError, TensorRef};
 use fa_dist::cost::{Link, Machine, Times, predict, staged};
-use fa_dist::{Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, one_gpu};
-use fa_kernels::cudarc::driver::{CudaSlice, CudaStream};
+use fa_dist::{
+    Bootstrap, DeviceAttention, Error, Place, Rank, RankOptions, ShardPlan, StepTime, Transport, one_gpu,
+};
+use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use half::bf16;
 
 use super::found::{Found, repeated};
-use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind, Stage};
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind, Stage, THREADS_VARIABLE, TRANSPORT_VARIABLE};
 use super::tensors::{Tensors, one};
 use crate::term::failure::Verdict;
 
-/// Does the jobs on standard input.
+/// Does the jobs on standard input, as one rank or as several, of which each is a thread.
 ///
 /// # Errors
 /// No GPU, no NCCL, and jobs that cannot be read. What fails between ranks is an answer.
 pub(super) fn command() -> anyhow::Result<Verdict> {
     let jobs: Vec<Job> = serde_json::from_reader(std::io::stdin().lock()).context("no jobs to read")?;
     let (bootstrap, place) = Bootstrap::from_env()?;
+    let count = std::env::var(THREADS_VARIABLE).ok().and_then(|text| text.parse().ok());
+    let Some(count) = count else { return one_rank(&jobs, &bootstrap, place) };
+    let done: Vec<anyhow::Result<Verdict>> = std::thread::scope(|scope| {
+        let place = |rank: usize| Place { rank, world: count, local: rank };
+        let start = |place: Place| {
+            scope.spawn({
+                let (jobs, bootstrap) = (&jobs, &bootstrap);
+                move || one_rank(jobs, bootstrap, place)
+            })
+        };
+        let started: Vec<_> = (0..count).map(place).map(start).collect();
+        let ended = started.into_iter().map(std::thread::ScopedJoinHandle::join);
+        ended.map(|rank| rank.unwrap_or_else(|_| Err(anyhow::anyhow!("a rank panicked")))).collect()
+    });
+    done.into_iter().find(|rank| !matches!(rank, Ok(Verdict::Good))).unwrap_or(Ok(Verdict::Good))
+}
+
+fn one_rank(jobs: &[Job], bootstrap: &Bootstrap, place: Place) -> anyhow::Result<Verdict> {
     let seconds = std::env::var(DEADLINE_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(60);
-    let options = RankOptions { deadline: Duration::from_secs(seconds), ..RankOptions::default() };
-    let gpu = Arc::new(Gpu::nth(place.local)?);
-    let mut rank = match Rank::join(&gpu, &bootstrap, place, &options) {
+    let named = std::env::var(TRANSPORT_VARIABLE).unwrap_or_default();
+    let transport = Transport::ALL.into_iter().find(|own| own.name() == named).unwrap_or_default();
+    let deadline = Duration::from_secs(seconds);
+    let options = RankOptions { deadline, transport, ..RankOptions::default() };
+    fa_kernels::driver::probe()?;
+    let count = usize::try_from(CudaContext::device_count().unwrap_or(0)).unwrap_or(0);
+    // Where there are too few ranks share GPUs.
+    let mut gpu = Gpu::nth(place.local % count.max(1))?;
+    // The default stream is one of all threads of a GPU, of which each waits for others.
+    let stream = gpu.context().new_stream();
+    gpu.stream = stream.map_err(|source| fa_kernels::Error::Driver { doing: "making a stream", source })?;
+    let gpu = Arc::new(gpu);
+    let mut rank = match Rank::join(&gpu, bootstrap, place, &options) {
         Ok(rank) => rank,
         Err(error) => {
             print(&Answer::failed(0, place.rank, &error))?;
@@ -277,12 +308,16 @@ fn measure(
     attention.rank().wait(stream)?;
     attention.rank().gather("steps")?;
     attention.timed(forward, stream)?;
-    let steps = attention.timed(forward, stream)?.into_iter();
-    answer.steps = steps.map(|step| (step.name.to_owned(), step.begin, step.seconds)).collect();
+    let told = |steps: Vec<StepTime>| -> Vec<(String, f64, f64)> {
+        steps.into_iter().map(|step| (step.name.to_owned(), step.begin, step.seconds)).collect()
+    };
+    answer.steps[0] = told(attention.timed(forward, stream)?);
     if let Some(backward) = &mut mine.backward {
         let forward = &mine.forward;
         let pass = |own: &mut DeviceAttention| own.backward(forward, backward, stream);
         answer.seconds.push(least(attention, iterations, pass, stream)?);
+        attention.rank().gather("steps")?;
+        answer.steps[1] = told(attention.timed_backward(forward, backward, stream)?);
     }
     Ok(())
 }
