@@ -73,13 +73,23 @@ impl Work {
         let queries = tile_queries(tile_m, packed, group).max(1);
         let tile_n = tile_n.max(1) as usize;
         let tiles = |seqlen_q: usize| seqlen_q.div_ceil(queries);
+        // Tiles that fit listed blocks visit no others.
+        let lists = |program: &Interned| program.mask_lists_blocks();
+        let program = problem.score.program.filter(lists);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
-            let last = ((tile + 1) * queries).min(seqlen_q);
-            let range = problem.mask.n_blocks(tile * queries..last, seqlen_q, seqlen_k, tile_n);
-            (range.len(), range.masked())
+            let rows = tile * queries..((tile + 1) * queries).min(seqlen_q);
+            let range = problem.mask.n_blocks(rows.clone(), seqlen_q, seqlen_k, tile_n);
+            match program {
+                Some(program) => {
+                    let keys = |at: usize| at * tile_n..((at + 1) * tile_n).min(seqlen_k);
+                    let part = |at: usize| (rows.clone(), keys(at));
+                    left_by((program.get(), problem), range.begin..range.end, [seqlen_q, seqlen_k], part)
+                }
+                None => (range.len(), range.masked()),
+            }
         };
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
-        let alike = problem.mask.is_full();
+        let alike = problem.mask.is_full() && program.is_none();
         let work = Work::cut(alike, tiles(mean_q), heads, |tile| count(tile, mean_q, mean_k));
         work.with_longest(problem, |max_q, max_k| {
             (tiles(max_q) > 0).then(|| count(tiles(max_q) - 1, max_q, max_k))
@@ -124,19 +134,19 @@ impl Work {
         let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * parts) as f64;
         let (tile_m, tile_n) = (tile_m.max(1) as usize, tile_n.max(1) as usize);
         // How many tiles a mask leaves that reads arrays is known on the device only.
-        let is_known = |program: &Interned| program.mask().is_some() && !program.mask_reads_arrays();
+        let is_known = |program: &Interned| {
+            program.mask().is_some() && (!program.mask_reads_arrays() || program.mask_lists_blocks())
+        };
         let program = problem.score.program.filter(is_known);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
             let range = problem.mask.m_blocks(keys.clone(), seqlen_q, seqlen_k, tile_m);
             let (steps, masked) = match program {
-                Some(program) => left_by(
-                    (program.get(), problem),
-                    &keys,
-                    range.begin..range.end,
-                    [seqlen_q, seqlen_k],
-                    tile_m,
-                ),
+                Some(program) => {
+                    let rows = |at: usize| at * tile_m..((at + 1) * tile_m).min(seqlen_q);
+                    let part = |at: usize| (rows(at), keys.clone());
+                    left_by((program.get(), problem), range.begin..range.end, [seqlen_q, seqlen_k], part)
+                }
                 None => (range.len(), range.masked()),
             };
             (walks * steps, walks * masked)
@@ -316,27 +326,26 @@ impl Work {
     }
 }
 
-/// Tiles of queries, of those in `range`, that a program's mask leaves to a tile of `keys`, whatever its
-/// scalars are, and those of them that it parts; counted among [`SAMPLES`], evenly spaced.
+/// The steps of `range` that a program's mask leaves, whatever its scalars are, and those of them that it
+/// parts, where `part` says which queries and keys a step has; counted among [`SAMPLES`], evenly spaced.
 fn left_by(
     (program, problem): (&Program, &Problem),
-    keys: &Range<usize>,
     range: Range<usize>,
     [seqlen_q, seqlen_k]: [usize; 2],
-    tile_m: usize,
+    part: impl Fn(usize) -> (Range<usize>, Range<usize>),
 ) -> (usize, usize) {
     let int = |x: usize| i32::try_from(x).unwrap_or(i32::MAX);
+    let ints = |x: Range<usize>| int(x.start)..int(x.end);
     let last = [problem.lengths.sequences(), problem.heads_q, problem.heads_kv].map(|n| int(n).max(1) - 1);
     let samples = range.len().min(SAMPLES);
     let (mut seen, mut parted) = (0, 0);
     for sample in 0..samples {
-        let first = (range.start + sample * range.len() / samples) * tile_m;
+        let (rows, keys) = part(range.start + sample * range.len() / samples);
         // A mask may name sequence and head: the last stand for all but the first.
         let states = [[0; 3], last].map(|[b, h, hk]| {
-            let q = int(first)..int((first + tile_m).min(seqlen_q));
-            let k = int(keys.start)..int(keys.end);
+            let (q, k) = (ints(rows.clone()), ints(keys.clone()));
             let [sq, sk] = [int(seqlen_q), int(seqlen_k)];
-            program.tile_state_of_any(&[], &Tile { b, h, hk, q, k, sq, sk, off: sk.wrapping_sub(sq) })
+            program.tile_state_by_guess(&Tile { b, h, hk, q, k, sq, sk, off: sk.wrapping_sub(sq) })
         });
         let is_seen = states.iter().any(|&state| state != TileState::Empty);
         seen += usize::from(is_seen);

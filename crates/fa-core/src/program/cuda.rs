@@ -110,6 +110,9 @@ impl Printer<'_> {
         for (name, value) in flags {
             let _ = writeln!(self.text, "    static constexpr bool {name} = {value};");
         }
+        for (name, run) in ["kQueryRun", "kKeyRun"].into_iter().zip(program.mask_runs()) {
+            let _ = writeln!(self.text, "    static constexpr int {name} = {run};");
+        }
         if program.weight().is_some() {
             let _ = writeln!(self.text, "    {WEIGHTS}");
         }

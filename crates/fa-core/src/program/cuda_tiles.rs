@@ -32,7 +32,7 @@ pub(super) fn tile_state(program: &Program) -> String {
     text
 }
 
-/// Whether the mask reads an array whose elements differ by query and key.
+/// Whether the mask reads an array whose elements differ by query and key, and not by blocks of these.
 pub(super) fn reads_pairs(program: &Program) -> bool {
     program.mask().is_some_and(|mask| {
         needed(program, mask).any(|id| {
@@ -40,6 +40,7 @@ pub(super) fn reads_pairs(program: &Program) -> bool {
             matches!(program.nodes()[id.index()], Node::Load(..))
                 && deps.has(Deps::QUERY)
                 && deps.has(Deps::KEY)
+                && !program.loads_by_blocks(id)
         })
     })
 }

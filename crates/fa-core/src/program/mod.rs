@@ -51,6 +51,7 @@ mod parse;
 mod places;
 mod print;
 mod rows;
+mod runs;
 mod spans;
 mod standard;
 mod syntax;

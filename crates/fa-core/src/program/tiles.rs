@@ -61,13 +61,30 @@ impl Program {
     /// that depends on more than ranges, tiles that are empty or full may count as partial.
     pub fn tile_state(&self, inputs: &Inputs<'_>, tile: &Tile) -> TileState {
         let scalar = |place| of_value(inputs.scalars()[place]);
-        self.state(tile, &scalar, |array, indices| self.loaded(inputs, array, indices))
+        self.state(tile, &scalar, |_, array, indices| self.loaded(inputs, array, indices))
     }
 
     /// [`tile_state`](Program::tile_state) whatever the arrays hold; scalars in the order of the
     /// declarations. Of scalars that are not given, anything is possible.
     pub fn tile_state_of_any(&self, scalars: &[Option<Value>], tile: &Tile) -> TileState {
-        let scalar = |place: usize| match (scalars.get(place).copied().flatten(), &self.scalars()[place]) {
+        let scalar = |place: usize| self.scalar_of_any(scalars, place);
+        self.state(tile, &scalar, |_, array, _| any(self.arrays()[array].element))
+    }
+
+    /// The same where arrays that differ by blocks of queries and keys list blocks of which queries see a
+    /// third: a guess of what they hold, the same for every tile.
+    pub fn tile_state_by_guess(&self, tile: &Tile) -> TileState {
+        let by_blocks: Vec<bool> =
+            (0..self.nodes().len()).map(|at| self.loads_by_blocks(NodeId(at as u16))).collect();
+        let scalar = |place: usize| self.scalar_of_any(&[], place);
+        self.state(tile, &scalar, |load, array, indices| {
+            let element = self.arrays()[array].element;
+            if by_blocks[load] { guessed(element, indices) } else { any(element) }
+        })
+    }
+
+    fn scalar_of_any(&self, scalars: &[Option<Value>], place: usize) -> Span {
+        match (scalars.get(place).copied().flatten(), &self.scalars()[place]) {
             (Some(value), _) => of_value(value),
             (None, decl) if decl.positive => Span::Int(1, i32::MAX.into()),
             (None, decl) => {
@@ -77,15 +94,14 @@ impl Program {
                     ANY_FLOAT
                 }
             }
-        };
-        self.state(tile, &scalar, |array, _| any(self.arrays()[array].element))
+        }
     }
 
     fn state(
         &self,
         tile: &Tile,
         scalar: &dyn Fn(usize) -> Span,
-        load: impl Fn(usize, [Span; MAX_RANK]) -> Span,
+        load: impl Fn(usize, usize, [Span; MAX_RANK]) -> Span,
     ) -> TileState {
         let Some(mask) = self.mask() else { return TileState::Full };
         let mut spans: Vec<Span> = Vec::with_capacity(mask.index() + 1);
@@ -97,7 +113,7 @@ impl Program {
                 Node::Scalar(place) => scalar(usize::from(place)),
                 Node::Load(array, indices) => {
                     let indices = indices.map(|x| x.map_or(Span::Int(0, 0), at));
-                    load(usize::from(array), indices)
+                    load(index, usize::from(array), indices)
                 }
                 Node::Unary(op, x) => spans::unary(op, at(x)),
                 Node::Binary(op, a, b) => spans::binary(op, at(a), at(b)),
@@ -149,6 +165,41 @@ impl Program {
             }
         }
         found.unwrap_or(ANY_TRUTH)
+    }
+}
+
+/// What a list of blocks holds in a part of it, where it is drawn: 0, or in a third of its elements 2, true
+/// and false of truth values.
+fn guessed(element: Element, indices: [Span; MAX_RANK]) -> Span {
+    let mut ranges = [(0, 0); MAX_RANK];
+    let mut elements = 1usize;
+    for (range, index) in ranges.iter_mut().zip(indices) {
+        let Span::Int(low, high) = index else { return any(element) };
+        *range = (low, high);
+        elements = elements.saturating_mul(usize::try_from(high - low + 1).unwrap_or(usize::MAX));
+    }
+    if elements > MAX_SCANNED {
+        return any(element);
+    }
+    let (mut seen, mut unseen) = (false, false);
+    let [first, second, third, last] = ranges.map(|(low, high)| low..=high);
+    for a in first {
+        for b in second.clone() {
+            for c in third.clone() {
+                for d in last.clone() {
+                    let mixed = [a, b, c, d].iter().fold(0u64, |sum, &x| {
+                        let sum = (sum ^ x as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                        sum ^ sum >> 29
+                    });
+                    if mixed % 3 == 0 { seen = true } else { unseen = true }
+                }
+            }
+        }
+    }
+    match element {
+        Element::Bool | Element::Bits => Span::Truth(seen, unseen),
+        Element::U8 | Element::I32 => Span::Int(if unseen { 0 } else { 2 }, if seen { 2 } else { 0 }),
+        Element::F32 | Element::F16 | Element::Bf16 => any(element),
     }
 }
 

@@ -134,3 +134,54 @@ fn intervals_are_the_visible_keys() {
     let expected: Vec<_> = std::iter::once(1_000_000..1_000_004).collect();
     assert_eq!(program.row_intervals(&inputs, &point), Some(expected));
 }
+
+#[test]
+fn pairs_of_a_run_are_seen_alike() {
+    let runs = |text: &str| Program::parse(text).unwrap().mask_runs();
+    assert_eq!(runs("array x: u8[_, _]; mask = x[q // 128, k // 64] != 0;"), [128, 64]);
+    assert_eq!(runs("array x: bits[_, _]; mask = x[(q >> 4) // 3, k >> 2];"), [48, 4]);
+    assert_eq!(runs("mask = q // 12 == k // 8 or q // 18 == 3;"), [6, 8]);
+    assert_eq!(runs("array x: bool[_, _]; mask = x[b, k];"), [1 << 15, 1]);
+    assert_eq!(runs("mask = k <= q + off;"), [1, 1]);
+    let (mut all, mut some) = (0, 0);
+    for seed in 0..2000 {
+        let program = Program::parse(&random_program(seed)).unwrap();
+        let [of_q, of_k] = program.mask_runs().map(|run| run as i32);
+        if program.mask().is_none() || (of_q, of_k) == (1, 1) {
+            continue;
+        }
+        let values = Values::new(seed);
+        let inputs = values.inputs(&program);
+        let mut random = Random(seed);
+        for _ in 0..20 {
+            let [b, h, q, k] = [2, 4, 60, 60].map(|end| random.below(end) as i32);
+            let sees = |q, k| {
+                let point = Point { s: 0.0, b, h, hk: h / 2, q, k, sq: 60, sk: 70, off: 10 };
+                program.eval(&inputs, &point, Precision::F32).visible
+            };
+            assert_eq!(sees(q, k), sees(q / of_q * of_q, k / of_k * of_k), "{q} {k}\n{program}");
+            all += 1;
+            some += i32::from(of_q > 1 && of_q < 100 || of_k > 1 && of_k < 100);
+        }
+    }
+    assert!(all > 1000 && some > 20, "{some} of {all}");
+}
+
+#[test]
+fn lists_of_blocks_are_guessed() {
+    let program = Program::parse("array x: u8[_, _]; mask = x[q // 128, k // 128] != 0;").unwrap();
+    assert!(program.mask_lists_blocks());
+    let count = |rows: i32, columns: i32| {
+        let tiles = tiles(4096, 4096, rows, columns, 0, 0);
+        let of = |state| tiles.iter().filter(|tile| program.tile_state_by_guess(tile) == state).count();
+        let all = tiles.len() as f64;
+        [TileState::Empty, TileState::Partial, TileState::Full].map(|state| of(state) as f64 / all)
+    };
+    let [empty, partial, _] = count(128, 128);
+    assert!(partial == 0.0 && (0.6..0.73).contains(&empty), "{empty} {partial}");
+    let [empty, partial, _] = count(192, 80);
+    assert!(partial > 0.3 && empty < 0.4, "{empty} {partial}");
+    // What each pair has of its own is no list.
+    let pairs = Program::parse("array x: bits[_, _]; mask = x[q, k];").unwrap();
+    assert!(!pairs.mask_lists_blocks());
+}

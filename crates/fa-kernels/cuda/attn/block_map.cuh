@@ -65,21 +65,26 @@ __device__ __forceinline__ u32 tile_state(const ProgramParams& programs, int gro
 #pragma unroll 1
     for (int h = head; h < head + heads; ++h) {
         const Mods mods(programs, batch, h, h / group, queries, keys, keys - queries);
+        // Of a run of queries, or of keys, that the mask does not tell apart, the first stands for all.
+        int next;
 #pragma unroll 1
-        for (int q = first; q <= last; ++q) {
+        for (int q = first; q <= last; q = next) {
+            next = min((q / Mods::kQueryRun + 1) * Mods::kQueryRun, last + 1);
             const Mods::Row row = mods.row(q);
             const int begin = max(n_block * R.tile_n, visible.keys_begin(q));
-            const int end = min((n_block + 1) * R.tile_n, visible.keys_end(q));
+            const int end = min((n_block + 1) * R.tile_n, visible.keys_end(next - 1));
+            const int first_run = n_block * R.tile_n / Mods::kKeyRun;
             // What the mask reads of several keys is in flight together.
 #pragma unroll 4
-            for (int k = n_block * R.tile_n + lane; k < end; k += 32) {
-                if (k < begin) continue;
-                const bool sees = mods.mask(row, mods.column(k));
+            for (int run = first_run + lane; run * Mods::kKeyRun < end; run += 32) {
+                if ((run + 1) * Mods::kKeyRun <= begin) continue;
+                const bool sees = mods.mask(row, mods.column(run * Mods::kKeyRun));
                 seen = seen || sees;
                 hidden = hidden || !sees;
             }
             warp_sync();
-            if (q % 8 == 7 && warp_any(seen) && warp_any(hidden)) return kTileSeen;
+            const bool is_time = Mods::kQueryRun >= 8 || q % 8 == 7;
+            if (is_time && warp_any(seen) && warp_any(hidden)) return kTileSeen;
         }
     }
     if (!warp_any(seen)) return 0;

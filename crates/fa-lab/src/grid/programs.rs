@@ -8,7 +8,7 @@ use super::paged::pages_of;
 use crate::sequences::{Ragged, Sequences};
 
 /// What it is, its text, and whether the causal mask joins it.
-pub(super) const PROGRAMS: [(&str, &str, bool); 18] = [
+pub(super) const PROGRAMS: [(&str, &str, bool); 20] = [
     (
         "rows",
         "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
@@ -37,6 +37,8 @@ pub(super) const PROGRAMS: [(&str, &str, bool); 18] = [
          bias[h, k]));",
         false,
     ),
+    ("blocks", "array blocks: u8[_, _, _]; mask = blocks[h, q // 64, k // 48] % 3 == 1;", false),
+    ("blocks of bits", "array blocks: bits[_, _]; mask = blocks[(q >> 4) >> 1, k // 32];", true),
 ];
 
 /// Rows of nothing but the lowest number, by a program with rows, with pairs, and one that is not additive.

@@ -90,6 +90,8 @@ pub(crate) struct Times {
     power: f64,
     l2: f64,
     hbm: f64,
+    /// The same with all SMs reading to the end.
+    even_hbm: f64,
     /// [`Memory::Fed`].
     is_fed: bool,
     /// The combine kernel.
@@ -210,8 +212,15 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let cluster = self.cluster(parts);
         // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
-        let hbm = model.memory.time(tiles / sms, (parts, cluster)) * longest * bytes
+        let even_hbm = model.memory.time(tiles / sms, (parts, cluster)) * longest * bytes
             / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let equal = problem.lengths.is_uniform();
+        let hbm = if equal || parts == 1 {
+            let rounds = equal.then_some(tiles / slots);
+            model.memory.to_the_end(even_hbm, rounds, whole.longest_part(parts).steps)
+        } else {
+            even_hbm
+        };
         let combine = cluster_seconds(cluster, tile_m, model.rows)
             + if parts > cluster {
                 let stored = together / cluster as f64;
@@ -222,7 +231,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let is_fed = matches!(model.memory, Memory::Fed { .. });
         // Both, so that what SMs idle is never less than nothing.
         let [even, compute] = [even, compute].map(|seconds| model.memory.of_compute() * seconds);
-        Times { compute, even, power, l2, hbm, is_fed, combine, launch: c.launch_s }
+        Times { compute, even, power, l2, hbm, even_hbm, is_fed, combine, launch: c.launch_s }
     }
 
     /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.
@@ -231,7 +240,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let divided = self.divided(parts);
         let work = divided.as_ref().unwrap_or(self.work);
         let times = self.times(work, parts);
-        let Times { compute, even, power, l2, hbm, combine, launch, .. } = times;
+        let Times { compute, even, power, l2, hbm, even_hbm, combine, launch, .. } = times;
         let (clock, slots) = (self.clock(), self.slots());
         let steps = work.steps();
         let alone = |clocks: f64| steps / slots * clocks / clock;
@@ -241,8 +250,8 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
             exp: alone(model.exp),
             smem: alone(model.smem),
             l2,
-            hbm,
-            waves: compute - even,
+            hbm: even_hbm,
+            waves: (compute - even) + (hbm - even_hbm),
             latency: launch + combine + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
         };
         let step = StepClocks {

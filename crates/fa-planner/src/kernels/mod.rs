@@ -33,6 +33,12 @@ const SPLIT_TILES: usize = 512;
 /// fifth by them (NB-058).
 const SPLIT_TILES_OF_CHUNKS: usize = 66;
 
+/// The same of latents, whose heads are a tile or more for each token, with few tokens of a sequence: all SMs
+/// of a large GPU. Two tokens of 24 sequences with up to 5,000 keys, 96 tiles, take 152 us whole (the longest
+/// 141) and 86 in parts; 160 tiles of 40 sequences 125 and 148 (NB-224).
+const SPLIT_TILES_OF_LATENTS: usize = 132;
+const FEW_TOKENS: usize = 8;
+
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
 /// tile's keys (`split`): with and without where there are few tiles, and they take more than one step.
 ///
@@ -56,6 +62,7 @@ fn split_choices(
     let most = match is_chunk {
         false => SPLIT_TILES,
         true if lengths.k().is_packed() => 0,
+        true if problem.latent && lengths.max_q() <= FEW_TOKENS => SPLIT_TILES_OF_LATENTS,
         true => SPLIT_TILES_OF_CHUNKS,
     };
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);

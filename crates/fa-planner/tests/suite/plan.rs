@@ -416,6 +416,20 @@ fn what_programs_read_decides_tiles() {
     }
 }
 
+/// A few tokens of sequences of unlike lengths have a tile each, and the longest would end alone.
+#[test]
+fn keys_of_latents_are_divided_for_several_tokens() {
+    let latent = BASE.with_head_dims(576, 512).with_heads(128, 1).with_latent(true);
+    let latent = latent.with_softmax_scale(Some(0.07)).with_mask(Mask::CAUSAL);
+    for (batch, tokens, split) in
+        [(24, 1, true), (24, 2, true), (40, 2, false), (4, 8, true), (24, 100, false)]
+    {
+        let lengths = Lengths::of(batch, Side::padded(tokens), Side::paged(64, 735, 5056));
+        let plans = plan(&latent.with_lengths(lengths), Arch::Sm90, &PlanOptions::default()).expect("plans");
+        assert_eq!(plans[0].spec.split, split, "{batch} x {tokens}: {}", plans[0].spec);
+    }
+}
+
 /// Of heads of more than 256 columns and of latents the leader has room for what a program reads, dropout's
 /// bits as well.
 #[test]

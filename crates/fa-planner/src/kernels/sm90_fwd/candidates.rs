@@ -40,7 +40,13 @@ pub fn candidates(
     };
     let alone = move |rows: u32, tile_n: u32, pack_gqa: bool, split: bool| {
         let short = !split && are_short(&problem, rows, tile_n, pack_gqa) && !is_one_step(&problem, tile_n);
-        if alike && !slow_rows(&problem) && !short { Scheduler::Static } else { Scheduler::Dynamic }
+        // CTAs that read drift apart: 192 tiles of head dim 128 take 71 us where they are drawn, 83 assigned;
+        // at 64 they are alike, at 80 either is ahead by 8 % (NB-224).
+        let drifts = !split
+            && [problem.head_dim, problem.head_dim_v] == [128, 128]
+            && decodes_in_rounds(&problem, rows, pack_gqa);
+        let assigned = alike && !slow_rows(&problem) && !short && !drifts;
+        if assigned { Scheduler::Static } else { Scheduler::Dynamic }
     };
     let codes = problem.types.kv.is_code();
     let switches = [(true, true), (true, false), (false, true), (false, false)];
@@ -95,6 +101,8 @@ pub fn candidates(
                 ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel.clone())
             };
             let shared = (!split).then(|| that_shares(&kernel, &problem)).flatten();
+            let decodes = (!split).then(|| that_decodes(&kernel, &problem)).flatten();
+            let shared = shared.or(decodes);
             let alone = (!waits_for_queries(&kernel, spec_of)).then(|| with_room(kernel, &problem, spec_of));
             alone.into_iter().chain(shared.map(|kernel| spec_of(&kernel)))
         })
@@ -174,6 +182,34 @@ fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
     alike && slow_rows(problem) && tiles > 0 && tiles.is_multiple_of(2)
 }
 
+/// Whether each K/V head of a sequence is one tile of a warpgroup, and these are more than SMs, as many
+/// sequences that decode have.
+fn decodes_in_rounds(problem: &Problem, tile_m: u32, packed: bool) -> bool {
+    let rows = problem.lengths.max_q().saturating_mul(if packed { problem.group_size() } else { 1 });
+    let sms = Arch::Sm90.limits().sms as usize;
+    tile_m == 64 && rows <= 64 && query_tiles(problem, tile_m, packed) > sms
+}
+
+/// The kernel of which two CTAs share an SM while they decode: the tiles of a second round are read beside
+/// the first, so that no SM reads alone at the end. 136 tiles of 5,000 keys with 128 columns take 82 us, and
+/// 117 one after another; at head dim 80 two were slower (NB-224).
+fn that_decodes(kernel: &Sm90Fwd, problem: &Problem) -> Option<Sm90Fwd> {
+    let Problem { lengths, mask, score, .. } = problem;
+    let tile_n = match [problem.head_dim, problem.head_dim_v] {
+        [128, 128] => 64,
+        [64, 64] => 96,
+        _ => return None,
+    };
+    let suits = (kernel.num_wg, kernel.tile_n, kernel.cluster_m) == (1, tile_n, 1)
+        && (kernel.pv_is_rs, kernel.overlap_wg) == (true, true)
+        && score.kind() == ScoreKind::NONE
+        && !problem.types.kv.is_code()
+        && lengths.is_uniform()
+        && mask.is_full()
+        && decodes_in_rounds(problem, kernel.tile_m, kernel.pack_gqa);
+    suits.then(|| Sm90Fwd { scheduler: Scheduler::Dynamic, blocks_per_sm: 2, ..kernel.clone() })
+}
+
 /// The most keys for which a warpgroup gains by skipping tiles far ahead of the others.
 const SKIPPED_KEYS: usize = 4096;
 
@@ -236,6 +272,22 @@ mod tests {
 
     use super::*;
     use crate::plan::{PlanOptions, best};
+
+    #[test]
+    fn two_ctas_decode_beside_each_other_where_tiles_are_more_than_sms() {
+        let of = |batch, keys, (heads_q, heads_kv), head_dim| {
+            let problem = Problem::square(1, 1, heads_q, head_dim, Mask::FULL, Dtype::Bf16)
+                .with_heads_kv(heads_kv)
+                .with_lengths(Lengths::uniform(batch, 1, keys));
+            let spec = best(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan").spec;
+            (spec.tile(), spec.traits().blocks_per_sm, spec.traits().scheduler)
+        };
+        assert_eq!(of(17, 5000, (40, 8), 128), ((64, 64), 2, Scheduler::Dynamic));
+        assert_eq!(of(20, 5000, (40, 8), 128), ((64, 64), 2, Scheduler::Dynamic));
+        // 128 tiles, and a head dim at which one is faster.
+        assert_eq!(of(16, 5000, (40, 8), 128).1, 1);
+        assert_eq!(of(7, 3000, (32, 32), 80).1, 1);
+    }
 
     #[test]
     fn ctas_share_an_sm_for_short_sequences_of_narrow_heads() {

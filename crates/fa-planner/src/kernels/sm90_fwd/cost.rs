@@ -143,13 +143,14 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
     let step_bytes = f64::from(k.tile_n) * row;
     let stages = if spec.reads_codes() { k.code_stages(spec) } else { k.kv_stages };
     let in_flight = f64::from(k.blocks_per_sm * stages) * step_bytes;
-    let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
+    let paged = problem.lengths.page().is_some();
+    let seconds = if paged { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
     let planned = spec.reads.varied;
     let (bytes, keys) = COARSE_STEP;
     let is_coarse = planned && spec.split && step_bytes > bytes && f64::from(k.tile_n) > keys;
     let coarse = if is_coarse { COARSE_PARTS * (f64::from(k.tile_n) - keys) } else { 0.0 };
-    Memory::Fed { in_flight: in_flight / enough, step_bytes, planned, coarse }
+    Memory::Fed { in_flight: in_flight / enough, step_bytes, paged, planned, coarse }
 }
 
 /// f32 instructions per element of a soft cap by a polynomial ([`KernelSpec::near_cap`]).

@@ -68,7 +68,7 @@ fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> 
     // A tile of latents waits for the next one before its P V.
     let loading = k.kv_stages - u32::from(k.latent && k.overlap);
     let in_flight = f64::from(loading) * step_bytes / enough;
-    Memory::Fed { in_flight, step_bytes, planned: spec.reads.varied, coarse: 0.0 }
+    Memory::Fed { in_flight, step_bytes, paged: false, planned: spec.reads.varied, coarse: 0.0 }
 }
 
 /// How well the softmax hides under P V, which is half of the products: an exponent as in [`overlap`].
