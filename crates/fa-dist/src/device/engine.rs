@@ -14,7 +14,7 @@ use super::marks::Marks;
 use super::memory::{copy_rows, driver};
 use super::prepared::{Kernel, Prepared};
 use super::rank::Rank;
-use super::transfers::Active;
+use super::transfers::Transfers;
 use crate::error::Error;
 use crate::moved;
 use crate::nccl::DevicePiece;
@@ -342,18 +342,16 @@ impl Engine for DeviceEngine<'_> {
             Lane::Compute => self.streams[0],
             Lane::Transfer => self.streams[1],
         };
-        if let Some(Active::Copies(copies)) = self.rank.transfers.active() {
+        if let Transfers::Copies(copies) = &mut self.rank.transfers {
             // SAFETY: the links are the program's own, whose memory all ranks keep until they make others.
             return unsafe { copies.exchange(&self.prepared.links, number, stream) };
         }
         let [sends, recvs] = [sends, recvs].map(|all| self.device_pieces(all));
+        let Transfers::Nccl(communicator) = &mut self.rank.transfers else { return Ok(()) };
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
         let (queue, lost): (*mut c_void, _) = (stream.cu_stream().cast(), self.rank.store.watch());
-        let Some(Active::Nccl(communicator)) = self.rank.transfers.active() else {
-            unreachable!("a rank sends by something")
-        };
         // SAFETY: pieces lie in the program's memory, which lives as long as the program; steps of other
         // queues that touch it wait for this one.
         unsafe { communicator.exchange(&sends, &recvs, queue, &lost) }

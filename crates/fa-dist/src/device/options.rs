@@ -7,8 +7,7 @@ use std::time::Duration;
 pub enum Transport {
     /// Copies where all ranks are on one host and reach one another's GPUs, else NCCL: two H200s take
     /// 1 to 39 % less time for a pass by copies (NB-222), which need no SM and begin under kernels that have
-    /// all of them. Decodes, whose messages are short, go by NCCL where every rank has it: 83 us in place of
-    /// 96.
+    /// all of them.
     #[default]
     Auto,
     /// NCCL, in one host and between hosts, with a GPU for each rank. Its kernels need SMs.

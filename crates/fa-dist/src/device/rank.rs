@@ -12,10 +12,10 @@ use super::meet::agree;
 use super::memory::driver;
 use super::options::{RankOptions, Transport};
 use super::prepared::Prepared;
-use super::transfers::{Active, Transfers};
+use super::transfers::Transfers;
 use crate::bootstrap::{Bootstrap, Place, Store};
 use crate::error::Error;
-use crate::plan::{Scheme, ShardPlan};
+use crate::plan::ShardPlan;
 
 /// A stream's priority: less is earlier.
 const HIGHEST: i32 = -5;
@@ -53,34 +53,33 @@ impl Rank {
         Ok(Rank { gpu: gpu.clone(), place, store, transfers, transfer })
     }
 
-    /// What the ranks send by, of several plans that of the last; a rank that is alone copies.
+    /// What the ranks send by; a rank that is alone copies.
     pub fn transport(&self) -> Transport {
         self.transfers.transport()
     }
 
     /// Gives the others' memory back, before all ranks agree on another plan.
     pub(super) fn close(&mut self) {
-        if let Some(copies) = self.transfers.copies() {
+        if let Transfers::Copies(copies) = &mut self.transfers {
             copies.close();
         }
     }
 
     /// Gives back memory that others had, once all ranks have agreed.
     pub(super) fn forget(&mut self) {
-        if let Some(copies) = self.transfers.copies() {
+        if let Transfers::Copies(copies) = &mut self.transfers {
             copies.forget();
         }
     }
 
-    /// Chooses what a plan's programs send by, and connects their memory with that of the other ranks.
+    /// Connects the memory of programs with that of the other ranks.
     pub(super) fn link(
         &mut self,
         plan: &ShardPlan,
         passes: &[Pass],
         prepared: &mut [Prepared],
     ) -> Result<(), Error> {
-        self.transfers.choose(&mut self.store, self.place, plan.scheme() == Scheme::Decode)?;
-        let Some(Active::Copies(copies)) = self.transfers.active() else { return Ok(()) };
+        let Transfers::Copies(copies) = &mut self.transfers else { return Ok(()) };
         let memory = prepared.iter().map(|own| own.memory.clone()).collect();
         let links = copies.link(&mut self.store, plan, passes, memory)?;
         prepared.iter_mut().zip(links).for_each(|(own, links)| own.links = links);
