@@ -143,7 +143,7 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
         fa(&format!("plan {flags} --report {} --records {}", text(&path), text(&records))).good();
         std::fs::read_to_string(&path).unwrap()
     };
-    let decode = page("--batch 64 --seqlen 1x4096 --heads 32:8");
+    let decode = page("--batch 8 --seqlen 1x8192 --heads 32:8");
     for part in ["class=\"here\"", "Error of time", "marks-decode-h100.json", "GB/s", "rows of a tile in use"]
     {
         assert!(decode.contains(part), "'{part}' is not in the page");

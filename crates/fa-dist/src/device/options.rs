@@ -34,7 +34,7 @@ impl Transport {
 /// How a rank on a GPU joins the others.
 #[derive(Clone, Copy, Debug)]
 pub struct RankOptions {
-    /// The longest wait for others: to join, and for an enqueued pass in [`Rank::wait`].
+    /// The longest wait for others: to join, and for an enqueued pass in [`Rank::wait`](super::Rank::wait).
     pub deadline: Duration,
     /// The most SMs that NCCL's transfers take; `None` for its own choice. Kernels of attention leave none
     /// free: few are enough where transfers are hidden.

@@ -7,6 +7,7 @@ use fa_core::{Lengths, Problem};
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::{Arguments, Element, Extras};
 use fa_dist::{Scheme, ShardPlan, Shards};
+use fa_lab::random::Random;
 
 use super::found::Found;
 use super::jobs::Job;
@@ -23,15 +24,10 @@ pub(super) struct Tensors<T> {
     program: Option<OwnedInputs>,
 }
 
-/// Values in [-1, 1): a block of random ones again and again, since gigabytes are filled.
+/// Normal values: a block of them again and again, since gigabytes are filled.
 fn values<T: Element>(len: usize, seed: u64) -> Vec<T> {
-    let block: Vec<T> = (0..len.min(1_000_003))
-        .map(|i| {
-            let mixed =
-                (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed.wrapping_mul(0xff51_afd7_ed55_8ccd));
-            T::from_f32(((mixed >> 40) as f32 / (1u64 << 23) as f32) - 1.0)
-        })
-        .collect();
+    let mut random = Random::new(seed);
+    let block: Vec<T> = (0..len.min(1_000_003)).map(|_| T::from_f32(random.normal())).collect();
     let mut all = Vec::with_capacity(len);
     while all.len() < len {
         let more = (len - all.len()).min(block.len());
@@ -154,7 +150,7 @@ impl<T: Element> Tensors<T> {
 
     /// K and V where they are codes: bytes that are numbers of every type.
     pub(super) fn codes(&self) -> Option<[Vec<u8>; 2]> {
-        let byte = |value: &T| (value.to_f32().abs() * 64.0) as u8 + 16;
+        let byte = |value: &T| (value.to_f32().abs() * 18.0) as u8 + 16;
         let of = |i: usize| self.values[i].iter().map(byte).collect();
         self.problem.types.kv.is_code().then(|| [of(1), of(2)])
     }
