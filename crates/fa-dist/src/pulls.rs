@@ -48,25 +48,11 @@ impl Rooms {
 
     /// Bytes before a piece.
     fn at(&self, piece: &Piece) -> Result<usize, Error> {
-        match piece.buffer {
-            Buffer::Scratch(number) => Ok(self.offsets[number] + piece.offset),
-            Buffer::Q
-            | Buffer::K
-            | Buffer::V
-            | Buffer::Out
-            | Buffer::Lse
-            | Buffer::Dout
-            | Buffer::Dlse
-            | Buffer::Dq
-            | Buffer::Dk
-            | Buffer::Dv
-            | Buffer::Dsinks
-            | Buffer::Darray(_) => {
-                let (theirs, ours) =
-                    (format!("a message in {:?}", piece.buffer), "its own memory".to_owned());
-                Err(Error::Mismatch { rank: piece.peer, theirs, ours })
-            }
-        }
+        let Buffer::Scratch(number) = piece.buffer else {
+            let (theirs, ours) = (format!("a message in {:?}", piece.buffer), "its own memory".to_owned());
+            return Err(Error::Mismatch { rank: piece.peer, theirs, ours });
+        };
+        Ok(self.offsets[number] + piece.offset)
     }
 }
 
